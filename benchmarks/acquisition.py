@@ -7,6 +7,7 @@ and differences from the Gaussian process, paired by seed.
 import importlib.util
 import os
 import pathlib
+import shutil
 import tempfile
 from typing import Any
 
@@ -21,13 +22,14 @@ SHOWN = (12, 20, 32, 52)
 
 
 def _run_page(num_seeds: int) -> Any:
-    """The module of the page's program, after its run."""
-    spec = importlib.util.spec_from_file_location("page", PAGE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    """The module of the page's program, after its run in a folder of its own."""
+    os.environ["BAYESIAN_OPTIMISATION_SEEDS"] = str(num_seeds)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"BAYESIAN_OPTIMISATION_SEEDS": str(num_seeds), "BAYESIAN_OPTIMISATION_FIGURES": folder}
+        copy = shutil.copy(PAGE, folder)
+        spec = importlib.util.spec_from_file_location("page", copy)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module
 

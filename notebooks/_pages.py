@@ -1,9 +1,11 @@
-"""Writes the pages of the examples and their gallery, `docs/examples`: `python notebooks/_pages.py [NAME ...]`.
+"""Writes the pages of the notebooks and the gallery of examples: `python notebooks/_pages.py [NAME ...]`.
 
-A notebook runs only if its code is not that of its page; `--run` runs it in any case. A page shows the first paragraph
-of its notebook, then the figure `NAME.png` that the notebook saves, then all cells. Figures named `NAME-2.png`,
-`NAME-3.png`, ... are shown below the cells that save them. The alternative text of a figure is that of its cell:
-`# %% alt="..."`. Code that imports or draws is folded. It needs the extras `test` and `docs`.
+`quickstart` is the page `docs/guide/start.md`, every other notebook a page of `docs/examples`. A notebook runs only if
+its code is not that of its page; `--run` runs it in any case. A page shows the first paragraph of its notebook, then
+the figure `NAME.png` that the notebook saves, then all cells. Figures named `NAME-2.png`, `NAME-3.png`, ... are shown
+below the cells that save them. Marks of a cell: `# %% alt="..."` is the alternative text of its figure, and
+`# %% fold="..."` folds its code under this title; its outputs and figures are shown. It needs the extras `test` and
+`docs`.
 """
 
 import argparse
@@ -26,16 +28,21 @@ from PIL import Image
 NOTEBOOKS = pathlib.Path(__file__).parent
 DOCS = NOTEBOOKS.parent / "docs"
 EXAMPLES = DOCS / "examples"
-COLUMNS, PIXELS, BYTES = 88, 1500, 120_000
+IMAGES = EXAMPLES / "images"
+START = "quickstart"
+COLUMNS, PIXELS, BYTES = 88, 1280, 120_000
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```\n(?:\n```output\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+SAVED = re.compile(r'"(\w+(?:-\d+)?\.png)"')
+LEFT_OUT = ("JAXTYPING_", "PYTEST_", "XLA_FLAGS")  # a notebook runs with the defaults of the library
 GALLERY = """---
-description: Worked examples on real data, from the data to the figure, each with its code, outputs and figures.
+description: Ten worked examples, from the data to the figure, each with its code, outputs, figures and limits.
 ---
 
 # Examples
 
-Each example is a program and a notebook, `notebooks/NAME.py` and `notebooks/NAME.ipynb`, and runs in about a minute on
-two cores. They need the extra `examples`. Pages show what the notebooks print and draw.
+Each is a program and a notebook: `notebooks/NAME.py` and `notebooks/NAME.ipynb`. `pip install -e '.[examples]'`
+installs what they import; `python notebooks/NAME.py` runs one in about a minute on two CPU cores, without a network,
+and draws its figures in `notebooks/figures/`. New here? Begin with [Start here](../guide/start.md).
 
 <div class="grid cards gallery">
 <ul>
@@ -43,7 +50,6 @@ two cores. They need the extra `examples`. Pages show what the notebooks print a
 </ul>
 </div>
 """
-SAVED = re.compile(r'"(\w+(?:-\d+)?\.png)"')
 
 
 def scripts():
@@ -51,7 +57,7 @@ def scripts():
 
 
 def page_of(name):
-    return EXAMPLES / f"{name}.md"
+    return DOCS / "guide" / "start.md" if name == START else EXAMPLES / f"{name}.md"
 
 
 def cells_of(name):
@@ -86,26 +92,21 @@ def is_run(name):
     return len(code) == len(shown) and all(is_same(a, b) for a, (b, _) in zip(code, shown, strict=True))
 
 
-def run(name):
-    """Runs a notebook, keeps its figures, and returns code and output of every cell."""
+def run(name, folder):
+    """Runs a notebook in a folder, and returns code and output of every cell."""
     from nbclient import NotebookClient
 
     notebook = jupytext.read(NOTEBOOKS / f"{name}.py")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {f"{name.upper()}_FIGURES": folder, "JAX_PLATFORMS": "cpu"}
-        NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": folder}}).execute()
-        figures = sorted(pathlib.Path(folder).glob(f"{name}*.png"))
-        assert any(path.stem == name for path in figures), f"notebooks/{name}.py saves no figure `{name}.png`"
-        for path in figures:
-            keep_figure(path)
+    env = {key: value for key, value in os.environ.items() if not key.startswith(LEFT_OUT)} | {"JAX_PLATFORMS": "cpu"}
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": folder}}).execute(env=env)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code" and not cell.source.startswith("%")]
-    return [(in_columns(cell.source), output_of(cell)) for cell in cells]
+    return [(cell.source, output_of(cell)) for cell in cells]
 
 
 def output_of(cell):
     """What a cell prints to its standard output, in lines that fit the page."""
     streams = [output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout"]
-    lines = re.sub(r"^figure: .*\n?", "", "".join(streams), flags=re.MULTILINE).rstrip().splitlines()
+    lines = "".join(streams).rstrip().splitlines()
     wrapped = (
         textwrap.wrap(line, COLUMNS, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2))
         if len(line) > COLUMNS
@@ -124,44 +125,39 @@ def in_columns(code):
 def keep_figure(path):
     """The figure in as many colours and pixels as a page can load quickly."""
     figure = Image.open(path).convert("RGB")
-    figure.thumbnail((PIXELS, PIXELS), Image.Resampling.LANCZOS)
-    folder = EXAMPLES / "images"
-    folder.mkdir(parents=True, exist_ok=True)
+    figure.thumbnail((PIXELS, 2 * PIXELS), Image.Resampling.LANCZOS)
+    IMAGES.mkdir(parents=True, exist_ok=True)
     for colours in (256, 128, 64, 32, 16):
         few = figure.quantize(colours, dither=Image.Dither.NONE)
-        few.save(folder / path.name, optimize=True)
-        if (folder / path.name).stat().st_size <= BYTES:
+        few.save(IMAGES / path.name, optimize=True)
+        if (IMAGES / path.name).stat().st_size <= BYTES:
             return
     raise ValueError(f"{path.name} is larger than {BYTES} bytes")
 
 
-def image(file):
-    """The alternative text of a figure, and its size on the page: two pixels of the file for one of the page."""
-    name = re.sub(r"(-\d+)?\.png$", "", file)
-    alt = next(cell.metadata.get("alt") for cell in cells_of(name) if f'"{file}"' in cell.source)
-    with Image.open(EXAMPLES / "images" / file) as figure:
-        return alt or introduction(name)[0], figure.width // 2, figure.height // 2
+def size_of(file):
+    """Two pixels of the file are one of the page."""
+    with Image.open(IMAGES / file) as figure:
+        return f'width="{figure.width // 2}" height="{figure.height // 2}"'
 
 
-def figure(file):
-    alt, width, height = image(file)
-    return f'![{alt}](images/{file}){{ width="{width}" height="{height}" }}'
+def figure(file, alt, name):
+    folder = os.path.relpath(IMAGES, page_of(name).parent)
+    return f"![{alt}]({folder}/{file}){{ {size_of(file)} }}"
 
 
 def fold(title, text):
     return f'??? note "{title}"\n\n' + textwrap.indent(text, "    ")
 
 
-def block(code, output, name):
-    """A cell of code, what it prints, and the figures that it saves."""
+def block(cell, code, output, name):
+    """A cell of code, what it prints, and the figures that it saves, but for the first of the page."""
     text = f"```python\n{code.strip()}\n```\n"
-    if "\nimport eqx_ensemble" in code:
-        text = fold("Imports", text)
-    elif ".savefig(" in code:
-        text = fold("Code of the figure", text)
+    if "fold" in cell.metadata:
+        text = fold(cell.metadata["fold"], text)
     text += f"\n```output\n{output}```\n" if output else ""
-    more = [file for file in SAVED.findall(code) if file.startswith(f"{name}-")]
-    return text + "".join(f"\n{figure(file)}\n" for file in more)
+    more = [file for file in SAVED.findall(code) if file != f"{name}.png"]
+    return text + "".join(f"\n{figure(file, cell.metadata['alt'], name)}\n" for file in more)
 
 
 def introduction(name):
@@ -178,32 +174,30 @@ def plain(text):
 
 
 def render(name, code):
-    """The page of an example, from its script and code and output of its cells."""
+    """The page of a notebook, from its script and code and output of its cells."""
     title, first, rest = introduction(name)
     description = json.dumps(re.split(r"(?<=[.?!]) ", plain(first))[0], ensure_ascii=False)
-    begin = f"---\ndescription: {description}\n---\n\n# {title}\n\n{first}\n\n{figure(f'{name}.png')}\n"
+    alt = next(cell.metadata["alt"] for cell in cells_of(name) if f'"{name}.png"' in cell.source)
+    begin = f"---\ndescription: {description}\n---\n\n# {title}\n\n{first}\n\n{figure(f'{name}.png', alt, name)}\n"
     remaining = iter(code)
     parts = [begin, f"{rest}\n"] if rest else [begin]
     for cell in cells_of(name)[1:]:
-        parts.append(f"{cell.source}\n" if cell.cell_type == "markdown" else block(*next(remaining), name))
+        parts.append(f"{cell.source}\n" if cell.cell_type == "markdown" else block(cell, *next(remaining), name))
     return "\n".join(parts)
 
 
 def card(name):
     title, first, _ = introduction(name)
-    alt, width, height = image(f"{name}.png")
-    size = f'width="{width}" height="{height}" loading="lazy"'
-    picture = f'<img src="images/{name}.png" alt="{html.escape(alt)}" {size}>'
-    text = f"<strong>{html.escape(title)}</strong></a><br>{html.escape(plain(first))}"
+    sentence = re.split(r"(?<=[.?!]) ", plain(first))[0]
+    picture = f'<img src="images/{name}.png" alt="" {size_of(f"{name}.png")} loading="lazy">'
+    text = f"<strong>{html.escape(title)}</strong></a><br>{html.escape(sentence)}"
     return f'<li><a href="{name}/">{picture}{text}</li>'
 
 
 def gallery():
     """The page of all examples, in the order of the navigation."""
     order = re.findall(r"examples/(\w+)\.md", (NOTEBOOKS.parent / "mkdocs.yml").read_text())
-    names = [path.stem for path in scripts() if page_of(path.stem).exists()]
-    names.sort(key=lambda name: (*order, name).index(name))
-    return GALLERY.format("\n".join(map(card, names)))
+    return GALLERY.format("\n".join(card(name) for name in order if name != "index"))
 
 
 def main():
@@ -212,7 +206,13 @@ def main():
     parser.add_argument("--run", action="store_true", help="run the notebook also if its code is that of its page")
     arguments = parser.parse_args()
     for name in arguments.name:
-        code = read_page(name) if is_run(name) and not arguments.run else run(name)
+        if arguments.run or not is_run(name):
+            with tempfile.TemporaryDirectory() as folder:
+                code = [(in_columns(code), output) for code, output in run(name, folder)]
+                for path in sorted(pathlib.Path(folder).glob("figures/*.png")):
+                    keep_figure(path)
+        else:
+            code = read_page(name)
         page_of(name).write_text(render(name, code))
         print(page_of(name).relative_to(NOTEBOOKS.parent))
     (EXAMPLES / "index.md").write_text(gallery())

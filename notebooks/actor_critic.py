@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -15,13 +16,9 @@
 # %% [markdown]
 # # Actor-critic: an ensemble of critics inside an agent
 #
-# Reinforcement learning: a soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`, whose
+# Reinforcement learning: a soft actor-critic agent swings up a pendulum with ten critics in one `Ensemble`. Their
 # targets are the minimum of two random members of a slow copy, the target network (REDQ). A whole run is one compiled
 # program, and `ee.map_members` maps it over eight agents.
-#
-# `ee.train.make_step` trains the critics, `targets[pair]` selects two of them, `ee.tree.polyak` updates the copy.
-# `python notebooks/actor_critic.py` prints the tables and draws the figure, in about a minute on one core. It needs
-# `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -31,35 +28,24 @@
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 
-# %%
-import os
+# %% fold="Imports"
 import pathlib
-import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
 
 import eqx_ensemble as ee
 
-in_notebook = "ipykernel" in sys.modules
-if not in_notebook:
-    matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
-figures = pathlib.Path(os.environ.get("ACTOR_CRITIC_FIGURES", here / "figures"))
-
 # %% [markdown]
 # ## The environment: a pendulum, in JAX
 #
 # The motor is too weak to lift the pendulum directly: it must swing. The reward is minus the squared angle from the
-# top, with small costs for speed and torque. An episode has 200 steps of a twentieth of a second.
+# top, with small costs for speed and torque. An episode has 200 steps of 0.05 s.
 
 # %%
 NUM_CRITICS, DISCOUNT, TAU, BATCH = 10, 0.97, 0.02, 64
@@ -127,8 +113,8 @@ class Actor(eqx.Module):
 # %% [markdown]
 # ## The agent
 #
-# `critics` is a training state, `targets` an ensemble, and both are fields of an ordinary Module. The loss is that of
-# one critic: `make_step` trains all of them, each with its own optimiser state.
+# `critics` is a training state, `targets` an ensemble, both fields of an ordinary Module. The loss is written for one
+# critic: `make_step` trains all, each with its own optimiser state.
 
 
 # %%
@@ -168,9 +154,8 @@ class Agent(eqx.Module):
 # %% [markdown]
 # ## The two updates
 #
-# `agent.targets[pair]` selects two members by an array of indices that are drawn in the compiled program, and is an
-# ensemble of two. `ee.Batch` marks inputs with a batch axis. The target is computed once and shared by all ten critics.
-# A target per critic, `(10, rows)`, is marked: `ee.Each(target)`. Unmarked, each gets all ten, without an error.
+# `agent.targets[pair]` is an ensemble of two members, by indices that are drawn in the compiled program. `ee.Batch`
+# marks a batch axis. The target is shared by all ten critics; one per critic, `(10, rows)`, would be `ee.Each(target)`.
 
 
 # %%
@@ -214,8 +199,7 @@ def update_actor(agent: Agent, seen: Transition, key: Key[Array, ""]) -> Agent:
 # ## A run
 #
 # The carry of `jax.lax.scan` must consist of arrays, but an agent also contains activation functions:
-# `ee.train.scan_steps` accepts it as carry. Its step is any function of a state and a batch; the batches here are the
-# step numbers.
+# `ee.train.scan_steps` accepts it.
 
 
 # %%
@@ -268,9 +252,8 @@ def run(key: Key[Array, ""], in_minimum: Int[Array, ""]) -> tuple[Float[Array, "
 
 
 # %% [markdown]
-# Are the critics accurate? The value of a state and an action is the discounted sum of future rewards and entropies. We
-# run the agent for 400 steps and sum them: the error of the critics' mean over the first fifty steps shows whether they
-# overestimate.
+# The value of a state and an action is the discounted sum of future rewards and entropies. We
+# sum them over 400 steps: the error of the critics' mean over the first fifty shows whether they overestimate.
 
 
 # %%
@@ -300,8 +283,8 @@ def value_error(agent: Agent, key: Key[Array, ""]) -> Float[Array, ""]:
 # %% [markdown]
 # ## Two rules for the target, four seeds each
 #
-# The rules are one random critic, without a minimum, and the minimum of a random pair. `ee.map_members` maps a whole
-# run over keys and rules, which are marked `ee.Each`: eight agents with ten critics each, in one program.
+# One random critic, without a minimum, or the minimum of a random pair. `ee.map_members` maps a whole run over keys and
+# rules, which are marked `ee.Each`: eight agents with ten critics each, in one program.
 
 # %%
 rules = {"one random critic": 1, "minimum of a random pair": 2}
@@ -323,27 +306,26 @@ print("\nERROR OF THE VALUES, predicted minus observed: mean of four seeds, stan
 for name, (_, error) in found.items():
     print(f"{name:28}{error.mean():10.2f}{error.std(ddof=1) / 2:10.2f}")
 
-# %% alt="Left: return of eight agents by steps in the environment. Right: the error of their critics' values"
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+# %% fold="Code of the figure" alt="Return of eight agents by steps, and errors of their critics' values"
+figure, (left, right) = plt.subplots(1, 2, figsize=(6.4, 3.8), width_ratios=[3, 2], layout="constrained")
 times = np.arange(EVALUATE_EVERY, STEPS + 1, EVALUATE_EVERY)
 for i, (name, (returns, error)) in enumerate(found.items()):
     left.plot(times, returns.T, color=f"C{i}", linewidth=0.8, alpha=0.5)
     left.plot(times, returns.mean(axis=0), color=f"C{i}", linewidth=2, label=name)
     right.plot(np.full(4, i), error, "o", color=f"C{i}")
-left.set(xlabel="steps in the environment", ylabel="return", title="Return: seeds and their mean")
-left.legend(fontsize=8)
+left.set(xlabel="steps in the environment", ylabel="return", title="Seeds and their mean")
 right.axhline(0, color="black", linewidth=0.8)
-right.set(xlim=(-0.5, 1.5), xticks=range(2), xticklabels=rules, title="Error of the critics' values")
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "actor_critic.png", dpi=150)
-print(f"figure: {figures / 'actor_critic.png'}")
+right.set(xlim=(-0.5, 1.5), xticks=(0, 1), xticklabels=("random", "minimum"), ylabel="predicted minus observed")
+right.set(title="Error of the values")
+figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
+figures.mkdir(exist_ok=True)
+figure.savefig(figures / "actor_critic.png", dpi=200)
 
 # %% [markdown]
 # ## Limits
 #
-# - The minimum lowers the targets, and with them the values. It is meant for tasks where critics overestimate. Here
-#   even a random critic does not at the end, and both rules solve the task: four seeds of a small task are not
-#   conclusive.
+# - The minimum lowers the targets, for tasks where critics overestimate. Here even a random critic does not at the end,
+#   and both rules solve the task: four seeds of a small task are not conclusive.
 # - REDQ makes twenty updates of the critics per environment step, this page one.
-# - All mapped agents run in lockstep. A task whose episodes end at different times needs a reset inside the scan, as
-#   here.
+# - All mapped agents run in lockstep.

@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -15,12 +16,9 @@
 # %% [markdown]
 # # Bayesian optimisation: ensembles beside a Gaussian process
 #
-# A surrogate chooses 40 evaluations of two problems: hyper-parameters of a support-vector machine, and the test
-# function Hartmann-6. In twenty runs ensembles are as good as scikit-learn's Gaussian process on the first, and the
-# Gaussian process is better on the second; both beat random search on both.
-#
-# `python notebooks/bayesian_optimisation.py` prints the tables and draws the figure, in less than a minute on two
-# cores. It needs `pip install -e '.[examples]'` and no network.
+# A surrogate chooses 40 evaluations of two problems: hyperparameters of a support-vector machine on real digits, and
+# the test function Hartmann-6. In twenty runs an ensemble is as good as scikit-learn's Gaussian process on the first,
+# and the Gaussian process is better on the second; both beat random search on both.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -30,18 +28,16 @@
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 
-# %%
-import functools as ft
+# %% fold="Imports"
 import os
 import pathlib
-import sys
 import warnings
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key
@@ -55,21 +51,12 @@ from threadpoolctl import threadpool_limits
 
 import eqx_ensemble as ee
 
-in_notebook = "ipykernel" in sys.modules
-if not in_notebook:
-    matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
-figures = pathlib.Path(os.environ.get("BAYESIAN_OPTIMISATION_FIGURES", here / "figures"))
-
 # %% [markdown]
 # ## Two problems
 #
-# *Hyper-parameters.* Digits are projected on principal components, which are partly whitened, and classified by a
-# support-vector machine: four hyper-parameters, of which 512 settings are candidates. They are all trained once, so
-# that an evaluation below is a look into a table. What we minimise is the decimal logarithm of the error on 800 images.
+# *Hyperparameters.* Digits are projected on principal components, partly whitened, and classified by a support-vector
+# machine. Of its four hyperparameters 512 settings are candidates, trained once and kept in a table. We minimise the
+# decimal logarithm of the error on 800 images.
 #
 # *Hartmann-6*, a test function of six variables with six minima. Its candidates are new in every round: 256 near the
 # best point so far, and 256 anywhere.
@@ -117,7 +104,7 @@ def hartmann(x: Float[np.ndarray, "*points 6"]) -> Float[np.ndarray, "*points"]:
 
 
 class Problem(eqx.Module):
-    """What is minimised, its minimum, random points, and the candidates near and far from the best point so far."""
+    """What is minimised, its minimum, random points, and candidates, given the best point so far."""
 
     evaluate: Callable[[np.ndarray], np.ndarray]
     minimum: float
@@ -136,7 +123,7 @@ def near_and_far(rng: np.random.Generator, best: Float[np.ndarray, " 6"]) -> Flo
 
 
 PROBLEMS = {
-    "Hyper-parameters": Problem(
+    "Hyperparameters": Problem(
         look_up,
         np.log10(ERRORS.min()),
         lambda rng, count: SETTINGS[rng.permutation(CANDIDATES)[:count]],
@@ -148,9 +135,9 @@ PROBLEMS = {
 # %% [markdown]
 # ## Surrogates are predictions of candidates
 #
-# The acquisition function needs draws of the values of all candidates, `(members, candidates)`, from any source.
-# Members of an ensemble are such draws. So are posterior draws of scikit-learn's Gaussian process (Matérn 5/2, a length
-# scale for each input and the noise by maximum likelihood): as many as there are members.
+# The acquisition function needs draws of the values of all candidates, `(members, candidates)`, from any source: the
+# members of an ensemble, or posterior draws of scikit-learn's Gaussian process (Matérn 5/2, a length scale for each
+# input and the noise by maximum likelihood).
 #
 # Six seeds of sixteen members are one ensemble of 96 networks, and one call of `fit` trains them on all seeds' data:
 # a member's row of `rows=` selects the points of its own seed. Points that are not evaluated yet have weight zero, so
@@ -169,16 +156,8 @@ def network(num_inputs: int) -> Callable[[Key[Array, ""]], eqx.nn.MLP]:
     return lambda key: eqx.nn.MLP(num_inputs, "scalar", 32, 2, jax.nn.silu, key=key)
 
 
-def with_prior(num_inputs: int) -> Callable[[Key[Array, ""]], ee.methods.priors.RandomisedPrior]:
-    def make(key: Key[Array, ""]) -> ee.methods.priors.RandomisedPrior:
-        trained, prior = map(network(num_inputs), jax.random.split(key))
-        return ee.methods.priors.RandomisedPrior(trained, prior, scale=3.0)
-
-    return make
-
-
 def loss(
-    model: Callable[[Float[Array, " inputs"]], Float[Array, ""]],
+    model: eqx.nn.MLP,
     batch: tuple[Float[Array, "points inputs"], Float[Array, " points"], Float[Array, " points"]],
     key: Key[Array, ""],
 ) -> Float[Array, ""]:
@@ -190,22 +169,17 @@ optimiser = optax.adamw(optax.cosine_decay_schedule(1e-2, 200), weight_decay=1e-
 predict = eqx.filter_jit(ee.map_members(lambda model, x: jax.vmap(model)(x)))
 
 
-def ensemble_draws(make: Callable[[int], Callable]) -> Callable[[Points, Values, Candidates], Draws]:
-    build = ft.cache(lambda size: ee.build(make(size), NUM_SEEDS * NUM_MEMBERS, key=jax.random.key(0)))
-
-    def draws(x: Points, y: Values, candidates: Candidates) -> Draws:
-        rest = NUM_POINTS - y.shape[1]
-        ensemble = build(x.shape[2])
-        parts = (4 * x - 2, y, np.ones(y.shape))
-        padded = (np.pad(part, [(0, 0), (0, rest)] + [(0, 0)] * (part.ndim - 2)) for part in parts)
-        data = tuple(part.reshape(-1, *part.shape[2:]).astype(np.float32) for part in padded)
-        rows = np.repeat(np.arange(NUM_SEEDS * NUM_POINTS).reshape(NUM_SEEDS, -1), NUM_MEMBERS, axis=0)
-        options = {"steps": 200, "batch_size": NUM_POINTS, "shuffle": False, "history": "epochs", "progress": False}
-        run = ee.fit(ensemble, loss, optimiser, data, rows=rows, key=jax.random.key(1), **options)
-        own = jnp.repeat(jnp.asarray(4 * candidates - 2, jnp.float32), NUM_MEMBERS, axis=0)
-        return predict(run.ensemble, ee.Each(own)).reshape(NUM_SEEDS, NUM_MEMBERS, -1)
-
-    return draws
+def ensemble_draws(x: Points, y: Values, candidates: Candidates) -> Draws:
+    rest, total = NUM_POINTS - y.shape[1], NUM_SEEDS * NUM_MEMBERS
+    ensemble = ee.build(network(x.shape[2]), total, key=jax.random.key(0))
+    parts = (4 * x - 2, y, np.ones(y.shape))
+    padded = (np.pad(part, [(0, 0), (0, rest)] + [(0, 0)] * (part.ndim - 2)) for part in parts)
+    data = tuple(part.reshape(-1, *part.shape[2:]).astype(np.float32) for part in padded)
+    rows = np.repeat(np.arange(NUM_SEEDS * NUM_POINTS).reshape(NUM_SEEDS, -1), NUM_MEMBERS, axis=0)
+    batches = {"steps": 200, "batch_size": NUM_POINTS, "shuffle": False}
+    run = ee.fit(ensemble, loss, optimiser, data, rows=rows, key=jax.random.key(1), progress=False, **batches)
+    own = jnp.repeat(jnp.asarray(4 * candidates - 2, jnp.float32), NUM_MEMBERS, axis=0)
+    return predict(run.ensemble, ee.Each(own)).reshape(NUM_SEEDS, NUM_MEMBERS, -1)
 
 
 def gaussian_process_draws(x: Points, y: Values, candidates: Candidates) -> Draws:
@@ -213,10 +187,11 @@ def gaussian_process_draws(x: Points, y: Values, candidates: Candidates) -> Draw
     for own_x, own_y, own_candidates in zip(x, y, candidates, strict=True):
         matern = ConstantKernel() * Matern(np.ones(x.shape[2]), (0.05, 20.0), nu=2.5)
         process = GaussianProcessRegressor(matern + WhiteKernel(1e-4, (1e-6, 0.1)))
-        with warnings.catch_warnings(), threadpool_limits(1):  # matrices too small for threads
-            warnings.simplefilter("ignore", ConvergenceWarning)  # length scales at their bounds
+        # Length scales may be at their bounds, and matrices are too small for threads.
+        with warnings.catch_warnings(), threadpool_limits(1):
+            warnings.simplefilter("ignore", ConvergenceWarning)
             process.fit(own_x, own_y)
-            process.kernel_ = process.kernel_.k1  # draws of the function, without the noise of its values
+            process.kernel_ = process.kernel_.k1  # without the noise of the values
             mean, covariance = process.predict(own_candidates, return_cov=True)
             root = np.linalg.cholesky(covariance + 1e-6 * np.eye(len(mean)))
         noise = np.random.default_rng(len(own_y)).normal(size=(NUM_MEMBERS, len(mean)))
@@ -226,15 +201,14 @@ def gaussian_process_draws(x: Points, y: Values, candidates: Candidates) -> Draw
 
 SURROGATES = {
     "Gaussian process": gaussian_process_draws,
-    "deep ensemble": ensemble_draws(network),
-    "ensemble with priors": ensemble_draws(with_prior),
+    "deep ensemble": ensemble_draws,
 }
 
 # %% [markdown]
 # ## One loop for all of them
 #
 # A round picks four candidates by Thompson sampling: a member is drawn for each pick, and its best candidate is taken.
-# `row_weights` leaves out what is evaluated already, and `jax.vmap` maps the picks over the seeds.
+# `row_weights` leaves out what is evaluated already.
 
 
 # %%
@@ -261,12 +235,14 @@ def optimise(
         draws = jnp.asarray(draws_of(x, scaled, candidates))
         picks = pick(draws, is_new, jnp.asarray(scaled.min(1), draws.dtype), jax.random.key(turn))
         picked = np.take_along_axis(candidates, np.asarray(picks)[..., None], axis=1)
-        x, y = np.concatenate([x, picked], axis=1), np.concatenate([y, problem.evaluate(picked)], axis=1)
+        x = np.concatenate([x, picked], axis=1)
+        y = np.concatenate([y, problem.evaluate(picked)], axis=1)
     return y
 
 
 def search_randomly(problem: Problem) -> Values:
-    return np.stack([problem.evaluate(problem.sample(np.random.default_rng(i), NUM_POINTS)) for i in range(NUM_SEEDS)])
+    drawn = [problem.sample(np.random.default_rng(seed), NUM_POINTS) for seed in range(NUM_SEEDS)]
+    return problem.evaluate(np.stack(drawn))
 
 
 def regret_of(problem: Problem, values: Values) -> Values:
@@ -282,8 +258,8 @@ curves = {
 # %% [markdown]
 # ## Regret
 #
-# The regret is the best value so far minus the minimum, here that of `ee.acquire.regret`. Of the hyper-parameters it is
-# a logarithm: 0.1 is an error of 1.26 times the least. All methods share their first twelve points, which are random.
+# The regret is the best value so far minus the minimum. For the hyperparameters it is a logarithm: 0.1 is an error of
+# 1.26 times the least. All share their first twelve, random points. Bands in the figure are one standard error.
 
 # %%
 shown = [NUM_FIRST, 20, 32, NUM_POINTS]
@@ -301,53 +277,35 @@ for title, own in curves.items():
         mean, error = mean_and_error(curve)
         print(f"{name:24}" + "".join(f"{mean[i - 1]:9.3f}{error[i - 1]:7.3f}" for i in shown))
 
-# %% alt="Regret by number of evaluations for four methods. Left: hyper-parameters. Right: Hartmann-6"
-figure, axes = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+# %% fold="Code of the figure" alt="Regret by number of evaluations for four methods and two problems"
+figure, axes = plt.subplots(1, 2, figsize=(6.4, 3.8), layout="constrained")
 for axis, (title, own) in zip(axes, curves.items(), strict=True):
     for i, (name, curve) in enumerate(own.items()):
         mean, error = (values[NUM_FIRST - 1 :] for values in mean_and_error(curve))
         count = np.arange(NUM_FIRST, NUM_POINTS + 1)
         axis.plot(count, mean, color=f"C{i}", label=name)
         axis.fill_between(count, mean - error, mean + error, color=f"C{i}", alpha=0.2, linewidth=0)
-    axis.set(xlabel="evaluations", title=f"{title}: mean of {NUM_SEEDS} seeds and its error")
-axes[0].set_ylabel("regret: log10 of error / least error")
+    axis.set(xlabel="evaluations", title=title)
+axes[0].set_ylabel("regret, log10 of the error")
 axes[1].set_ylabel("regret")
-axes[0].legend()
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "bayesian_optimisation.png", dpi=150)
-print(f"figure: {figures / 'bayesian_optimisation.png'}")
+figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
+figures.mkdir(exist_ok=True)
+figure.savefig(figures / "bayesian_optimisation.png", dpi=200)
 
 # %% [markdown]
-# ## Twenty seeds
+# ## Twenty seeds, and limits
 #
-# `benchmarks/acquisition.py` runs this program with twenty seeds (`BAYESIAN_OPTIMISATION_SEEDS=20`), and also picks
-# batches by their joint expected improvement (q-EI), with `ee.acquire.batch_expected_improvement` in place of
-# `thompson`. Regret after 52 evaluations:
+# With twenty seeds (`BAYESIAN_OPTIMISATION_SEEDS=20`), the regret after 52 evaluations and its standard error:
 #
-# | | Hyper-parameters | Hartmann-6 |
+# | | Hyperparameters | Hartmann-6 |
 # |---|---|---|
 # | random search | 0.044 ± 0.008 | 1.633 ± 0.130 |
-# | Gaussian process, Thompson | 0.011 ± 0.003 | 0.192 ± 0.061 |
-# | deep ensemble, Thompson | 0.004 ± 0.002 | 0.473 ± 0.134 |
-# | ensemble with priors, Thompson | 0.004 ± 0.002 | 0.574 ± 0.119 |
-# | Gaussian process, batches | 0.025 ± 0.003 | 0.105 ± 0.023 |
-# | deep ensemble, batches | 0.027 ± 0.004 | 0.427 ± 0.120 |
-# | ensemble with priors, batches | 0.029 ± 0.003 | 0.607 ± 0.144 |
+# | Gaussian process | 0.011 ± 0.003 | 0.192 ± 0.061 |
+# | deep ensemble | 0.004 ± 0.002 | 0.473 ± 0.134 |
 #
-# - **The Gaussian process wins on Hartmann-6.** The regret of the ensembles is more than twice as large; seed by seed,
-#   it is larger by 0.28 ± 0.16 and, with priors, by 0.38 ± 0.12. A smooth function of few variables is what its kernel
-#   assumes.
-# - **On hyper-parameters the ensembles are as good**: they differ from it by -0.006 ± 0.004 and -0.006 ± 0.003. This
-#   objective is rough, with cliffs where training fails.
-# - Prior functions make no difference that these seeds can show.
-# - q-EI is better for the Gaussian process on Hartmann-6, and worse for all on the hyper-parameters. There almost half
-#   of the ensembles' picks have no gain: none of sixteen members expects an improvement, and the first candidate is
-#   taken. Thompson sampling still asks a member for its best one.
-#
-# ## Limits
-#
-# - The networks were hardly tuned (two widths and two scales of the prior were tried), the Gaussian process not at all.
-# - Draws are compared on 512 candidates. Libraries for Gaussian processes follow the gradient of the acquisition
-#   function instead, which can find better points in six dimensions.
+# - **The Gaussian process wins on Hartmann-6**: a smooth function of few variables is what its kernel assumes. **On
+#   hyperparameters the ensemble is as good**: that objective is rough, with cliffs where training fails.
+# - The networks were hardly tuned (two widths were tried), the Gaussian process not at all.
 # - With tens of evaluations and few variables, begin with a Gaussian process. Ensembles are for what it does not do:
 #   thousands of observations, inputs such as images or graphs, and models that exist already.

@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -18,9 +19,6 @@
 # Thirty-two physics-informed networks search for a frequency scale, a learning rate and the weight of the boundary, and
 # a bound on their error chooses among them without knowing the solution. Then we compare spread and error of networks
 # that differ by their seeds: where the frequencies do not fit, they agree on a wrong solution.
-#
-# This page is a notebook and a program: `python notebooks/pinn.py` prints the tables and writes the figure. It needs
-# `pip install -e '.[examples]'`, no network, and less than a minute on two cores.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -30,30 +28,19 @@
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 
-# %%
-import os
+# %% fold="Imports"
 import pathlib
-import sys
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jaxtyping import Array, ArrayLike, Float, Key
 
 import eqx_ensemble as ee
-
-in_notebook = "ipykernel" in sys.modules
-if not in_notebook:
-    matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
-figures = pathlib.Path(os.environ.get("PINN_FIGURES", here / "figures"))
 
 # %% [markdown]
 # ## An equation with two frequencies
@@ -86,7 +73,7 @@ FORCE = float(jnp.sqrt(jnp.mean(force(line) ** 2)))
 #
 # The input passes through random Fourier features, whose frequencies are drawn at a scale of the member's own and not
 # trained ([Tancik et al.](https://arxiv.org/abs/2006.10739), 2020). The loss is the mean squared residual of the
-# equation, plus the squared boundary values times a weight, a hyper-parameter.
+# equation, plus the squared boundary values times a weight, a hyperparameter.
 
 
 # %%
@@ -126,7 +113,7 @@ def loss(model: PINN, x: Points, key: Key[Array, ""], hyper: dict[str, Scalar]) 
 #
 # $$\mathrm{rms}(e) \le \mathrm{rms}(\rho) / \pi^2 + \max(|e(0)|, |e(1)|),$$
 #
-# because $\pi^2$ is the smallest eigenvalue of $-d^2/dx^2$. (Up to quadrature: rms is that on a grid.) Losses with
+# because $\pi^2$ is the smallest eigenvalue of $-d^2/dx^2$. (Up to quadrature: rms is computed on a grid.) Losses with
 # different weights cannot be compared; this bound can, and is the validation score.
 
 
@@ -200,39 +187,34 @@ for i, scale in enumerate(grid_of_scales):
     within = jnp.mean(jnp.abs(error) <= 2 * std)
     print(f"scale {scale:<16.2f}{rms(std):9.4f}{rms(error):9.4f}{upper:9.3f}{within:27.2f}")
 
-# %% [markdown]
-# ## The figure
-
-# %%
-figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-axes = axes.ravel()
-coloured = axes[0].scatter(run.best_score, errors, c=np.log10(scales), cmap="viridis", edgecolors="black")
-figure.colorbar(coloured, ax=axes[0], label="log10 of the scale")
+# %% fold="Code of the figure" alt="Bound and error of the population, spread and error by scale, two sets of solutions"
+figure, axes = plt.subplots(2, 2, figsize=(6.4, 6.2), layout="constrained")
+(ax, by, *solved) = axes.ravel()
+coloured = ax.scatter(run.best_score, errors, c=np.log10(scales), cmap="viridis", edgecolors="black")
+figure.colorbar(coloured, ax=ax, label="log10 of the scale", location="top")
 ends = np.array([0.05, 50.0])
-axes[0].plot(ends, ends, "k--", linewidth=1, label="error = bound")
-axes[0].set(xscale="log", yscale="log", xlabel="bound", ylabel="error, rms", title="Population: bound and error")
-axes[0].legend(fontsize=8)
-for values, label in zip(np.array(found).T, ("spread of four seeds", "error of their mean", "bound"), strict=True):
-    axes[1].plot(grid_of_scales, values, marker="o", label=label)
-axes[1].set(xscale="log", yscale="log", xlabel="scale of the frequencies", title="Spread, error and bound")
-axes[1].legend(fontsize=8)
-for ax, i in ((axes[2], 3), (axes[3], 6)):
-    for solution in solutions[i]:
-        ax.plot(line, solution, color="C0", linewidth=1)
+ax.plot(ends, ends, "k--", linewidth=1)
+ax.text(0.06, 3, "error = bound")
+ax.set(xscale="log", yscale="log", xlabel="bound", ylabel="error, rms")
+for values, label in zip(np.array(found).T, ("spread of four", "error of their mean", "bound"), strict=True):
+    by.plot(grid_of_scales, values, marker="o", label=label)
+by.set(xscale="log", yscale="log", xlabel="scale of the frequencies", ylabel="rms", ylim=(3e-3, 3e4))
+by.legend(loc="upper left", frameon=False)
+for ax, i in zip(solved, (3, 6), strict=True):
+    lines = ax.plot(line, solutions[i].T, color="C0", linewidth=1)
+    lines[0].set_label("four seeds")
     ax.plot(line, exact(line), "k--", linewidth=1, label="exact")
-    ax.set(title=f"Four seeds at scale {grid_of_scales[i]:.1f}", xlabel="x", ylabel="u", ylim=(-1.5, 1.5))
-axes[2].legend(fontsize=8)
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "pinn.png", dpi=150)
-print(f"\nfigure: {figures / 'pinn.png'}")
+    ax.set(title=f"Scale {grid_of_scales[i]:.1f}", xlabel="x", ylabel="u", ylim=(-1.5, 1.5))
+solved[0].legend(loc="upper right", frameon=False)
+figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
+figures.mkdir(exist_ok=True)
+figure.savefig(figures / "pinn.png", dpi=200)
 
 # %% [markdown]
 # ## What the spread says, and what the bound says
 #
-# When this page was written:
-#
 # - *The bound held for all thirty-two members*, as it must, and chose a member whose error is 0.02. It is not
-#   tight, and its order is not that of the errors: the second member by bound has a tenth of the error of the first.
+#   tight, and does not rank members by their error: the second member by bound has a tenth of the error of the first.
 # - *The mean of four* has a smaller bound than each of them, but a larger error than the best.
 # - *The spread of seeds says little about the error.* At scales of 8 and more all networks stay near zero together:
 #   their error is 8 to 29 times their spread. At a scale of 2.3 it is the other way round. Bands of two spreads contain

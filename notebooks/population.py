@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -13,14 +14,11 @@
 # ---
 
 # %% [markdown]
-# # Hyper-parameter search: thirty-two configurations in one program
+# # Hyperparameter search: thirty-two configurations in one program
 #
 # Thirty-two learning rates, weight decays and dropout rates are trained at once on handwritten digits, then with
 # successive halving and with population-based training. The page ends with a decision between one model and the best
 # five as an ensemble, made on validation data.
-#
-# `python notebooks/population.py` prints the tables and draws the figure, in about a minute on two cores. It needs `pip
-# install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -30,15 +28,13 @@
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 
-# %%
-import os
+# %% fold="Imports"
 import pathlib
-import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Int, Key
@@ -46,19 +42,10 @@ from sklearn.datasets import load_digits
 
 import eqx_ensemble as ee
 
-in_notebook = "ipykernel" in sys.modules
-if not in_notebook:
-    matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
-figures = pathlib.Path(os.environ.get("POPULATION_FIGURES", here / "figures"))
-
 # %% [markdown]
 # ## Data
 #
-# 1,797 digits of 8 x 8 pixels. Only a third of them are for training, so that hyper-parameters matter.
+# 1,797 digits of 8 x 8 pixels. Only a third of them are for training, so that hyperparameters matter.
 
 # %%
 NUM_MEMBERS, EPOCHS, BATCH = 32, 48, 50
@@ -72,8 +59,8 @@ train, validation, test = ((x[part], y[part]) for part in (slice(0, 600), slice(
 # %% [markdown]
 # ## One member
 #
-# Model and loss are those of one member. Its hyper-parameters are passed to the loss, which puts the dropout rate into
-# the model, and to the optimiser, which takes the learning rate and the weight decay.
+# Model and loss are written for one member. Its hyperparameters are passed to the loss, which puts the dropout rate
+# into the model, and to the optimiser, which takes the learning rate and the weight decay.
 
 
 # %%
@@ -108,7 +95,7 @@ def optimiser(hyper):
 # ## Thirty-two configurations, drawn at random
 #
 # Each member is validated after every epoch, stops when it has not improved for ten epochs, and keeps its own best
-# weights.
+# weights. (In the figure squares are stops, dots the weights that are kept.)
 
 # %%
 ranges = {
@@ -149,7 +136,7 @@ print_best("HALVING: the best five of thirty-two", halved)
 # %% [markdown]
 # ## Population-based training
 #
-# Population-based training replaces the worst members by copies of the best, with perturbed hyper-parameters. It finds
+# Population-based training replaces the worst members by copies of the best, with perturbed hyperparameters. It finds
 # a schedule instead of a single value.
 
 # %%
@@ -167,25 +154,24 @@ rates = [float(population.hyper["lr"][r, member]) for r, member in enumerate(lin
 print(f"\nmember {best} descends from {' -> '.join(map(str, dict.fromkeys(line.tolist())))}")
 print("learning rates of its ancestors:", ", ".join(f"{rate:.4f}" for rate in rates))
 
-# %% [markdown]
-# ## The figure
-
-# %% alt="Validation curves of 32 members, loss by learning rate, and the learning rates of a population's best"
-figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
-ee.plot.training_curves(run, curve="validation", color="black", ax=left)
-left.set(yscale="log", ylabel="validation loss, nats", title="Random search: every member's curve")
-points = middle.scatter(hyper["lr"], run.best_score, c=hyper["dropout"], cmap="viridis", edgecolors="black")
-middle.set(xlabel="learning rate", ylabel="best validation loss, nats", xscale="log", yscale="log")
-middle.set_title("Random search: loss by learning rate")
-figure.colorbar(points, ax=middle, label="dropout")
-for i in range(NUM_MEMBERS):
-    right.plot(population.hyper["lr"][:, i], color="0.8", linewidth=0.8)
-right.plot(rates, color="black", linewidth=2, marker="o", label=f"ancestors of member {best}")
-right.set(xlabel="round", ylabel="learning rate", yscale="log", title="Population: the schedule of the best")
-right.legend()
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "population.png", dpi=150)
-print(f"figure: {figures / 'population.png'}")
+# %% fold="Code of the figure" alt="Validation curves, loss by learning rate, and rates of the best member's ancestors"
+panels = [["curves", "rates"], ["population", "population"]]
+figure, axes = plt.subplot_mosaic(panels, figsize=(6.4, 5.8), layout="constrained")
+ax = axes["curves"]
+ee.plot.training_curves(run, curve="validation", color="black", ax=ax)
+ax.get_legend().remove()
+ax.set(yscale="log", ylabel="validation loss, nats", title="Random search")
+ax = axes["rates"]
+points = ax.scatter(hyper["lr"], run.best_score, c=hyper["dropout"], cmap="viridis", edgecolors="black")
+ax.set(xlabel="learning rate", ylabel="best loss, nats", xscale="log", yscale="log", title="By learning rate")
+figure.colorbar(points, ax=ax, label="dropout")
+ax = axes["population"]
+ax.plot(population.hyper["lr"], color="0.8", linewidth=0.8)
+ax.plot(rates, color="black", linewidth=2, marker="o")
+ax.set(xlabel="round", ylabel="learning rate", yscale="log", title=f"Population: ancestors of member {best}, in black")
+figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
+figures.mkdir(exist_ok=True)
+figure.savefig(figures / "population.png", dpi=200)
 
 # %% [markdown]
 # ## The decision
@@ -215,3 +201,11 @@ for name, chosen in choices.items():
     nll, accuracy = evaluate(chosen, test)
     mark = "  <- chosen" if name == decision else ""
     print(f"{name:32}{on_validation[name]:16.4f}{nll:10.4f}{accuracy:15.4f}{mark}")
+
+# %% [markdown]
+# - Halving finds the same best member, although all train for 6 epochs, half of them for 12, a quarter for 24 and an
+#   eighth for 48. Population-based training finds a slightly better one by moving its learning rate.
+# - Five members are better than the chosen one on test images, in likelihood and accuracy. Validation cannot tell them
+#   apart: 0.001 nats on 600 images is noise, and the lowest of many scores is optimistic. When scores are that close,
+#   take the ensemble.
+# - Limits: one data set, one draw of the configurations and one seed for each method.

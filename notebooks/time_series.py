@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -18,9 +19,6 @@
 # Eight small networks forecast the carbon dioxide over Mauna Loa, with a variance, for each of the next twenty-six
 # weeks. Their mixture is evaluated on the twelve years that follow: it beats seasonal persistence at every horizon, and
 # its 90 % intervals cover 85 % of the weeks after calibration.
-#
-# `python notebooks/time_series.py` prints the tables and draws the figures, in less than a minute on two cores. It
-# needs `pip install -e '.[examples]'` and no network.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -30,30 +28,19 @@
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 
-# %%
-import os
+# %% fold="Imports"
 import pathlib
-import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 from statsmodels.datasets import co2
 
 import eqx_ensemble as ee
-
-in_notebook = "ipykernel" in sys.modules
-if not in_notebook:
-    matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
-figures = pathlib.Path(os.environ.get("TIME_SERIES_FIGURES", here / "figures"))
 
 # %% [markdown]
 # ## Data
@@ -77,9 +64,9 @@ ahead = np.stack([level[t + 1 : t + HORIZONS + 1] - level[t] for t in origins])
 # %% [markdown]
 # ## A split in time, not shuffled
 #
-# Neighbouring windows share 51 of 52 weeks. If windows were shuffled, a test window would be between two training
-# windows, and the score would measure interpolation, not forecasting. Training years come first, calibration years
-# second, test years last. A window whose future extends into the next part is dropped.
+# Neighbouring windows share 51 of 52 weeks: in a shuffled split a test window would be between two training windows,
+# and the score would measure interpolation, not forecasting. Training years come first, then calibration years,
+# then test years. A window whose future extends into the next part is dropped.
 
 # %%
 begin, end = years[origins], years[origins + HORIZONS]
@@ -87,13 +74,11 @@ parts = {"train": end < 1985, "calibrate": (begin >= 1985) & (end < 1990), "test
 for name, part in parts.items():
     print(f"{name:10}{np.sum(part):6} windows, {begin[part][0]} to {begin[part][-1]}")
 
-
-def scale_windows(train: Bool[np.ndarray, " rows"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs and targets, scaled by the training windows, and the scale of each horizon in ppm."""
-    season = np.sin(angle[origins]), np.cos(angle[origins])
-    x = np.column_stack([changes / np.std(changes[train]), *season]).astype(np.float32)
-    scale = np.std(ahead[train], axis=0).astype(np.float32)
-    return x, (ahead / scale).astype(np.float32), scale
+# Scaled by the training windows.
+train, season = parts["train"], (np.sin(angle[origins]), np.cos(angle[origins]))
+x = np.column_stack([changes / np.std(changes[train]), *season]).astype(np.float32)
+scale = np.std(ahead[train], axis=0).astype(np.float32)
+target = ahead.astype(np.float32)
 
 
 # %% [markdown]
@@ -126,19 +111,9 @@ key = jax.random.key(0)
 ensemble = ee.build(lambda key: Forecaster(key=key), 8, key=key)
 optimiser = optax.adamw(1e-3, weight_decay=1e-2)
 
-
-def forecast_all(
-    train: Bool[np.ndarray, " rows"],
-) -> tuple[Float[Array, "8 rows horizons"], Float[Array, "8 rows horizons"]]:
-    """Means and variances of all members for all windows, in ppm, after training on those of `train`."""
-    x, y, scale = scale_windows(train)
-    run = ee.fit(ensemble, loss, optimiser, (x[train], y[train]), epochs=20, batch_size=64, key=key)
-    mean, variance = run.predict(x)
-    return mean * scale, variance * scale**2
-
-
-mean, variance = forecast_all(parts["train"])
-target = ahead.astype(np.float32)
+run = ee.fit(ensemble, loss, optimiser, (x[train], target[train] / scale), epochs=20, batch_size=64, key=key)
+mean, variance = run.predict(x)
+mean, variance = mean * scale, variance * scale**2  # in ppm
 
 # %% [markdown]
 # ## A baseline
@@ -148,7 +123,7 @@ target = ahead.astype(np.float32)
 
 # %%
 last_year = np.stack([level[t - 51 : t - 51 + HORIZONS] - level[t - 52] for t in origins]).astype(np.float32)
-squared_error = np.mean((target - last_year)[parts["train"]] ** 2, axis=0)
+squared_error = np.mean((target - last_year)[train] ** 2, axis=0)
 persistence = last_year[None], np.broadcast_to(squared_error, last_year.shape)[None]
 
 # %% [markdown]
@@ -191,12 +166,12 @@ print(f"horizon by horizon, by {jnp.min(factors):.2f} to {jnp.max(factors):.2f}"
 
 
 # %%
-def evaluate(forecast: tuple, name: str = "test") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """CRPS, whether the 90 % interval contains the target, and its width: each `(rows, horizons)`."""
-    moments, y = of_part(forecast, name), target[parts[name]]
+def evaluate(forecast: tuple) -> tuple[np.ndarray, np.ndarray]:
+    """CRPS, and whether the 90 % interval contains the target: each `(rows, horizons)`."""
+    moments, y = of_part(forecast, "test"), target[parts["test"]]
     lower, upper = ee.uncertainty.gaussian_mixture_interval(*moments, level=0.9)
     crps = ee.scores.crps_gaussian_mixture(*moments, y, reduction="none")
-    return np.asarray(crps), np.asarray((lower <= y) & (y <= upper)), np.asarray(upper - lower)
+    return np.asarray(crps), np.asarray((lower <= y) & (y <= upper))
 
 
 results = {name: evaluate(forecast) for name, forecast in ways.items()}
@@ -206,31 +181,12 @@ crps_of_members = jax.vmap(lambda m, v: ee.scores.crps_gaussian(m, v, target[par
 
 # %% [markdown]
 # Every week is forecast in each of the 26 weeks before it: 600 weeks are far from 600 independent ones. The standard
-# error is that of the twelve yearly means, which are nearly independent.
+# error is computed from twelve yearly means, which are nearly independent.
 
 # %%
 test_years = begin[parts["test"]]
 of_years = lambda values: np.array([np.mean(values[test_years == year]) for year in np.unique(test_years)])
 standard_error = lambda values: np.std(of_years(values), ddof=1) / np.sqrt(len(np.unique(test_years)))
-
-# %% [markdown]
-# ## The estimate of a shuffled split
-#
-# We train again on as many windows, drawn at random from all before 1990. Which split estimates the scores of the years
-# that followed?
-
-# %%
-before_1990 = np.flatnonzero(end < 1990)
-drawn = np.random.default_rng(0).permutation(before_1990)[: np.sum(parts["train"])]
-parts["shuffled"] = np.isin(np.arange(len(origins)), drawn)
-parts["left out"] = (end < 1990) & ~parts["shuffled"]
-of_shuffled = forecast_all(parts["shuffled"])
-claims = {
-    "shuffled: windows left out": evaluate(of_shuffled, "left out"),
-    "shuffled: 1990 to 2001": evaluate(of_shuffled),
-    "in time: 1985 to 1989": evaluate((mean, variance), "calibrate"),
-    "in time: 1990 to 2001": evaluate((mean, variance)),
-}
 
 # %% [markdown]
 # ## The result
@@ -250,14 +206,9 @@ print(f"  mixture less persistence: {np.mean(gain):.3f} +- {standard_error(gain)
 print(
     f"\n{'COVERAGE AT 0.9, by weeks ahead':32}" + "".join(f"{weeks:>8}" for weeks in SHOWN) + f"{'all':>8}{'error':>8}"
 )
-for name, (_, inside, _) in results.items():
+for name, (_, inside) in results.items():
     numbers = "".join(f"{value:8.3f}" for value in np.mean(inside, axis=0)[at])
     print(f"  {name:30}{numbers}{np.mean(inside):8.3f}{standard_error(inside):8.3f}")
-
-print(f"\n{'WIDTH, ppm, by weeks ahead':32}" + "".join(f"{weeks:>8}" for weeks in SHOWN) + f"{'all':>8}")
-for name, (_, _, width) in results.items():
-    numbers = "".join(f"{value:8.3f}" for value in np.mean(width, axis=0)[at])
-    print(f"  {name:30}{numbers}{np.mean(width):8.3f}")
 
 uncertainty = ee.uncertainty.decompose_variance(*of_part((mean, variance), "test"))
 share = np.mean(uncertainty.epistemic, axis=0) / np.mean(uncertainty.total, axis=0)
@@ -271,73 +222,44 @@ print(f"\n{'COVERAGE AT 0.9, by year':26}" + "".join(f"{year:5}" for year in np.
 print(f"  {'one factor':24}" + "".join(f"{value:5.2f}" for value in by_year))
 print(f"  {'growth, ppm a year':24}" + "".join(f"{value:5.2f}" for value in growth))
 
-print(f"\n{'ESTIMATED, AND FOUND':32}{'CRPS':>8}{'coverage':>10}")
-for name, (crps, inside, _) in claims.items():
-    print(f"  {name:30}{np.mean(crps):8.3f}{np.mean(inside):10.3f}{len(crps):8} weeks")
-
 # %% [markdown]
 # - *Skill.* The mixture beats persistence at every horizon, by more than six standard errors overall, and the mean
 #   member by more at longer horizons, where members disagree more.
 # - *Calibration.* The mixture covers eight weeks in ten, not nine. Variances a third larger, from the calibration
 #   years, give 0.85. Twenty-six factors do no better than one: 235 overlapping weeks are too few to estimate them.
-# - *The remaining error* is that of single years. 1998 has the fastest rise, faster than any year of training or
-#   calibration: no factor fitted to the past can predict it, nor would conformal intervals help, whose guarantee needs
-#   exchangeable weeks.
-# - *Estimates.* Both splits estimate better scores than those of the nineties; the shuffled split is a little further
-#   off in coverage. For a network that memorises its windows the difference would be larger.
+# - *The remaining error* comes from single years. 1998 has the fastest rise, faster than any year of training or
+#   calibration: no factor fitted to the past can predict it, nor would conformal intervals help, whose coverage holds
+#   for exchangeable weeks.
 #
 # Limits. This is one series and twelve years. Intervals cover single weeks, not whole paths.
 
-# %% [markdown]
-# ## The figures
-#
-# The *probability integral transform* (PIT), the forecast's probability of values below the observation, is uniform if
-# the forecast is calibrated, and has peaks at both ends if it is overconfident. Its band assumes independent values,
-# which they are not.
-
-# %% alt="Forecasts of half-years from 1995 to 1999 with their 90 % intervals, and the measured carbon dioxide"
-figure, bands = plt.subplots(figsize=(10, 4.5), layout="constrained")
+# %% fold="Code of the figure" alt="Forecasts of carbon dioxide with 90 % intervals, and coverage by weeks ahead"
+figure, (bands, left) = plt.subplots(2, 1, figsize=(6.4, 6.8), layout="constrained", height_ratios=[3, 2])
 
 calibrated_mean, calibrated_variance = (np.asarray(values[0]) for values in ways["one factor"])
-chosen = np.flatnonzero(parts["test"])[::HORIZONS]
-shown = [i for i in chosen if 1995 <= begin[i] <= 1999]
+shown = [i for i in np.flatnonzero(parts["test"])[::HORIZONS] if 1997 <= begin[i] <= 1999]
 dates = np.concatenate([days[origins[i] + 1 : origins[i] + 1 + HORIZONS] for i in shown])
-in_years = 1970 + dates.astype(int) / 365.25
 of_level = lambda values: np.concatenate([level[origins[i]] + values[i] for i in shown])
 half_width = np.sqrt(calibrated_variance) * jax.scipy.stats.norm.ppf(0.95)
 ee.plot.prediction_bands(
     np.stack([of_level(member) for member in np.asarray(mean)]),
-    x=in_years,
+    x=1970 + dates.astype(int) / 365.25,
     targets=of_level(target),
     intervals={0.9: (of_level(calibrated_mean - half_width), of_level(calibrated_mean + half_width))},
     ax=bands,
     color="C0",
 )
-title = f"{len(shown)} forecasts of half a year each, one after another"
-bands.set(title=title, xlabel="year", ylabel="prediction, ppm")
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "time_series.png", dpi=150)
-
-# %% alt="Coverage by weeks ahead, and histograms of the PIT before and after variance scaling"
-figure, (left, *others) = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
+bands.set(title=f"{len(shown)} forecasts of half a year each", xlabel="year", ylabel="carbon dioxide, ppm")
+bands.set(ylim=(358, 378))
+bands.legend(loc="upper left", ncols=2, frameon=False)
 
 weeks = np.arange(1, HORIZONS + 1)
-for (name, (_, inside, _)), line in zip(results.items(), (":", "--", "-", "-."), strict=True):
+for (name, (_, inside)), line in zip(results.items(), (":", "--", "-", "-."), strict=True):
     left.plot(weeks, np.mean(inside, axis=0), line, color="black", label=name)
 left.axhline(0.9, color="0.6", linewidth=1)
 left.set(title="Coverage of the 90 % interval", xlabel="weeks ahead", ylabel="share of weeks", ylim=(0.7, 1))
-left.legend()
+figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
-for ax, name in zip(others, ("mixture, as it is", "one factor"), strict=True):
-    moments = (jnp.asarray(values)[:, chosen] for values in ways[name])
-    pit = ee.scores.pit_gaussian_mixture(*moments, target[chosen])
-    ee.plot.rank_histogram(ee.scores.pit_histogram(pit, num_bins=10), kind="pit", ax=ax)
-    ax.set(
-        title=f"PIT: {name}",
-        xlabel="probability below the observation",
-        ylabel="weeks",
-        ylim=(0, 115),
-    )
-
-figure.savefig(figures / "time_series-2.png", dpi=150)
-print(f"\nfigure: {figures / 'time_series.png'}")
+figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
+figures.mkdir(exist_ok=True)
+figure.savefig(figures / "time_series.png", dpi=200)

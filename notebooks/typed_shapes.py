@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -26,37 +27,24 @@
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 # ```
-#
-# It needs `pip install -e '.[examples]'`, no network, and less than a minute on one core.
 
 # %%
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 
-# %%
-import os
+# %% fold="Imports"
 import pathlib
-import sys
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import optax
 from jaxtyping import Array, Float, Int, Key, TypeCheckError
 from sklearn.datasets import load_digits
 
 import eqx_ensemble as ee
-
-in_notebook = "ipykernel" in sys.modules
-if not in_notebook:
-    matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
-figures = pathlib.Path(os.environ.get("TYPED_SHAPES_FIGURES", here / "figures"))
 
 # %% [markdown]
 # ## Annotations of one member, and of all members
@@ -205,13 +193,13 @@ for title, call in {
 #
 # The difference of a column and a row has all pairs. Only the diagonal holds the errors of the predictions:
 
-# %% alt="Left: six errors of predictions. Right: the 36 differences of a column and a row, of which six are errors"
+# %% fold="Code of the figure" alt="Six errors of predictions, and the 36 differences of a column and a row"
 predicted, target = jnp.arange(6.0), jnp.array([0.4, 0.8, 2.5, 2.7, 4.4, 4.6])
 intended = jnp.where(jnp.eye(6, dtype=bool), jnp.abs(predicted - target), jnp.nan)
-figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+figure, axes = plt.subplots(1, 2, figsize=(6.4, 3.9), layout="constrained")
 for ax, differences, title in [
-    (axes[0], intended, "(6,) and (6,): six errors"),
-    (axes[1], jnp.abs(predicted[:, None] - target), "(6, 1) and (6,): 36 pairs, without an error"),
+    (axes[0], intended, "(6,) - (6,): 6 errors"),
+    (axes[1], jnp.abs(predicted[:, None] - target), "(6, 1) - (6,): 36 pairs"),
 ]:
     ax.imshow(differences, cmap="Blues", vmin=0, vmax=6)
     for i in range(6):
@@ -220,10 +208,14 @@ for ax, differences, title in [
                 value = float(differences[i, j])
                 ax.text(j, i, f"{value:.1f}", ha="center", va="center", color="white" if value > 3 else "black")
     loss_of_all = float(jnp.nanmean(differences**2))
-    ax.set(title=f"{title}\nmean squared error {loss_of_all:.2f}", xlabel="target", ylabel="prediction")
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "typed_shapes.png", dpi=150)
-print(f"\nfigure: {figures / 'typed_shapes.png'}")
+    ax.set(
+        title=f"{title}\nmean squared error {loss_of_all:.2f}",
+        xlabel="index of the target",
+        ylabel="index of the prediction",
+    )
+figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
+figures.mkdir(exist_ok=True)
+figure.savefig(figures / "typed_shapes.png", dpi=200)
 print("refused:", *(name for name, value in refused.items() if value), sep=" | ")
 # %% [markdown]
 # ## In your own package

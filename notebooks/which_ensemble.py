@@ -6,6 +6,7 @@
 #       extension: .py
 #       format_name: percent
 #       format_version: '1.3'
+#       jupytext_version: 1.19.6
 #   kernelspec:
 #     display_name: Python 3 (ipykernel)
 #     language: python
@@ -20,8 +21,7 @@
 # uncertainties differ up to ninefold, and one table lists scores and costs.
 #
 # The data are incomes and food expenditures of Belgian households, collected by Engel in 1857. Few earn more than 2,000
-# francs: beyond, an ensemble should be uncertain. `python notebooks/which_ensemble.py` prints the table and draws the
-# figure, in about a minute on two cores. It needs `pip install -e '.[examples]'` and no network.
+# francs: beyond, an ensemble should be uncertain.
 
 # %% [markdown]
 # In a notebook, these two lines check the shape annotations of every function below at run time. (In the program they
@@ -31,31 +31,20 @@
 # %load_ext jaxtyping
 # %jaxtyping.typechecker beartype.beartype
 
-# %%
-import os
+# %% fold="Imports"
 import pathlib
-import sys
 from collections.abc import Callable
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
 from jaxtyping import Array, Float, Key
 from statsmodels.datasets import engel
 
 import eqx_ensemble as ee
-
-in_notebook = "ipykernel" in sys.modules
-if not in_notebook:
-    matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-
-here = pathlib.Path.cwd() if in_notebook else pathlib.Path(__file__).parent
-figures = pathlib.Path(os.environ.get("WHICH_ENSEMBLE_FIGURES", here / "figures"))
 
 # %% [markdown]
 # ## Data
@@ -115,8 +104,6 @@ options = {"batch_size": 32, "key": key, "progress": False}
 
 # %% [markdown]
 # ## Eight ensembles
-#
-# Each function returns an ensemble; all are predicted, combined and scored by the same calls.
 #
 # **Seeds**: members differ in their initial weights and row orders.
 
@@ -307,34 +294,36 @@ for name, train_all in METHODS.items():
 # `std, far` is the standard deviation of the means, beyond the largest income in the data, in standard deviations of
 # the expenditures: the ensemble's epistemic uncertainty.
 
-# %% alt="Eight panels, one for each kind of ensemble: data, means of the members and their 90 % interval"
-figure, axes = plt.subplots(2, 4, figsize=(11, 5.5), sharex=True, sharey=True, layout="constrained")
+# %% fold="Code of the figure" alt="Data, members' means and 90 % intervals of eight ensembles"
+figure, axes = plt.subplots(4, 2, figsize=(6.4, 8.2), sharex=True, sharey=True, layout="constrained")
 for (name, ensemble_of), ax in zip(found.items(), axes.flat, strict=True):
     mean, variance = predict(ensemble_of, grid)
     low, high = ee.uncertainty.gaussian_mixture_interval(mean, variance, level=0.9)
-    ax.fill_between(grid[:, 0], low, high, color="0.85", label="90 % interval")
-    ax.plot(grid[:, 0], mean.T, color="tab:blue", lw=0.6, alpha=0.6)
-    ax.plot(*(part.ravel() for part in train), ".", color="0.3", ms=2)
+    ax.fill_between(grid[:, 0], low, high, color="0.85", label="90 % interval of the mixture")
+    lines = ax.plot(grid[:, 0], mean.T, color="tab:blue", lw=0.6, alpha=0.6)
+    ax.plot(*(part.ravel() for part in train), ".", color="0.3", ms=2, label="households")
+    lines[0].set_label("members' means")
     ax.set(title=name, ylim=(-4, 10))
-axes[0, 0].legend(loc="upper left")
-figure.supxlabel("income, standardised")
+figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+for ax in axes[-1]:
+    ax.set_xlabel("income, standardised")
 figure.supylabel("expenditure for food, standardised")
-figures.mkdir(parents=True, exist_ok=True)
-figure.savefig(figures / "which_ensemble.png", dpi=150)
-print(f"\nfigure: {figures / 'which_ensemble.png'}")
+figures = pathlib.Path(globals().get("__file__", "")).parent / "figures"
+figures.mkdir(exist_ok=True)
+figure.savefig(figures / "which_ensemble.png", dpi=200)
 
 # %% [markdown]
 # ## Interpretation
 #
-# - **Where there are data, all predictions are similar.** Laplace has a worse NLL because one noise variance for all
-#   incomes is too large for the poor and too small for the rich.
-# - **Far from the data they differ.** SWAG and seeds under a prior extend the same line, with little uncertainty. That
-#   of bootstraps and chains is four to five times that of seeds: bootstraps contain different rich households or none,
-#   and chains visit all slopes that the data allow. Prior functions, repulsion, TabM and Laplace are in between; for
-#   the first two this depends on their scales, which are a choice and not a result.
+# - **Where there are data, predictions are similar.** Laplace has a worse NLL: one noise variance for all incomes is
+#   too large for the poor and too small for the rich.
+# - **Far from the data they differ.** SWAG and seeds extend the same line, with little uncertainty. Bootstraps and
+#   chains spread four to five times as far as seeds: bootstraps contain different rich households or none, and chains
+#   visit all slopes that the data allow. The others are in between; for prior functions and repulsion this depends on
+#   their scales, which are a choice and not a result.
 # - **Cost.** All had 12,000 gradient steps of one network. TabM predicts with fewer weights than three seeds, Laplace
 #   with one model and a covariance, chains with forty models.
-# - **Limits.** One split of 235 rows, with one input, and nothing was tuned: do not rank methods by it.
+# - **Limits.** One split of 235 rows, with one input, nothing tuned: do not rank methods by it.
 #
 # | goal | use |
 # |---|---|

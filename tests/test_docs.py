@@ -29,8 +29,8 @@ from .pages import blocks, difference, run_block, undefined_names
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-# `test_notebooks` and `test_composition` run the examples.
-RUN = [ROOT / "README.md", *(page for page in PAGES if page.parent.name != "examples")]
+# `test_notebooks` runs the examples and the start page.
+RUN = [ROOT / "README.md", *(page for page in PAGES if page.parent.name != "examples" and page.name != "start.md")]
 WITH_CODE = {str(page.relative_to(ROOT)): page for page in RUN if blocks(page.read_text())}
 
 DEVELOPERS = "guide/extending.md"  # the one page that is not in the navigation
