@@ -4,7 +4,7 @@ import importlib.util
 import math
 import operator
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -56,6 +56,12 @@ def first_text(host: np.ndarray, wrong: np.ndarray) -> str:
     index = tuple(int(i) for i in np.argwhere(wrong)[0])
     where = f" at index {index}" if index else ""
     return f"got {host[index]}{where}, the first of {int(wrong.sum())} such"
+
+
+def attribute_error(of: Any, name: str, elsewhere: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that is not there. `elsewhere` has what to write, for each of several other names."""
+    fix = next((f"; see `{right}`" for right, names in elsewhere.items() if name in names.split()), "")
+    return AttributeError(f"`{type(of).__name__}` has no attribute `{name}`{fix}.", name=name, obj=of)
 
 
 def missing_extra_message(what: str, package: str, extra: str) -> str:

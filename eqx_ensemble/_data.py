@@ -54,7 +54,7 @@ def take_data(data: PyTree, num_members: int, *, argument: str, least: int = 1) 
         if num_members in sizes:
             hint = f"\nMark data with one part for each of {num_members} members, `(members, rows, ...)`, as `Each`."
         if not sizes and argument == "data":
-            hint = "\nA loss that draws its own points gets `jnp.zeros(100)` and `batch_size=1`: 100 steps per epoch."
+            hint = "\nA loss without data is `fit(..., None, ...)`."
         raise ValueError(f"`{caller()}` needs arrays with one row per example in `{argument}`, got {found}.{hint}")
     return jax.tree.map(lambda x: jnp.asarray(own_array(x)), data), next(iter(sizes))
 

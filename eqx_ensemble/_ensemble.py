@@ -2,7 +2,7 @@
 
 import functools as ft
 from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._caller import caller
-from ._check import MemberMismatchError
+from ._check import MemberMismatchError, attribute_error
 from ._leaves import array_leaves, is_key
 from ._marks import Shared
 from ._pytree import PyTree
@@ -100,6 +100,13 @@ class Ensemble(eqx.Module, Generic[M]):
         sizes = {x.shape[:1] for x, axis in leaves if axis == 0 and eqx.is_array(x)}
         count = f"num_members={sizes.pop()[0]}" if len(sizes) == 1 and () not in sizes else "..."
         return TextDoc(f"Ensemble[{type(self.stacked).__name__}]({count})")
+
+    if not TYPE_CHECKING:  # which must not take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            of_model = " ".join(dir(vars(self).get("stacked")))
+            elsewhere = {f"ensemble.stacked.{name}": of_model, "ensemble.unstack()": "members models estimators"}
+            raise attribute_error(self, name, elsewhere)
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
         """Calls every member: `(...)` in, `(members, ...)` out.

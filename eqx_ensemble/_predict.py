@@ -140,6 +140,7 @@ def predict(
         progress_line(show=progress, description=described, total=num_rows, unit="row") as line,
         thread_pool(cores) as pool,
     ):
+        line.update(size)  # of the first
         later = iter(batches[1:])
         waiting = [pool.submit(compute, rows) for rows in itertools.islice(later, 2 * cores)]
         for rows in batches[1:]:  # in their order; a few batches wait at most
@@ -147,7 +148,7 @@ def predict(
             waiting += [pool.submit(compute, more) for more in itertools.islice(later, 1)]
             if combine is not None:  # a function of the user, which is called in order
                 output.write(finish(out, rows), int(rows[0]))
-            line.update(size)
+            line.update(min(size, num_rows - line.n))
     return output.value()
 
 

@@ -15,7 +15,8 @@ _is_open: contextvars.ContextVar[bool] = contextvars.ContextVar("is_open", defau
 
 @contextlib.contextmanager
 def progress_line(*, show: bool | None, description: str, unit: str, total: int | None = None) -> "Iterator[tqdm]":
-    """A progress line on standard error, shown after two seconds; by default in a terminal or a notebook.
+    """A progress line on standard error, shown after two seconds; by default in a terminal or a notebook:
+    `fit, 8 members: epoch 12/40 |######            | [00:05<00:11,  2.41epoch/s, 7 training, best 0.0312]`.
 
     With several processes, only the first shows it. A notebook, which cannot move between lines, shows that of the
     outermost call. What cannot be written, because nobody reads it any more, is dropped.
@@ -38,7 +39,9 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
     if show is None:
         show = sys.stderr.isatty() or ("ipykernel" in sys.modules and not _is_open.get())
     show = bool(show and is_first())
-    with Line(total=total, desc=description, unit=unit, disable=not show, delay=2, miniters=1) as bar:
+    count = "{n_fmt}" if total is None else "{n_fmt}/{total_fmt} |{bar:20}|"
+    line = f"{{desc}}: {unit} {count} [{{elapsed}}<{{remaining}}, {{rate_fmt}}{{postfix}}]"
+    with Line(total=total, desc=description, unit=unit, disable=not show, delay=2, miniters=0, bar_format=line) as bar:
         token = _is_open.set(_is_open.get() or show)
         try:
             yield bar

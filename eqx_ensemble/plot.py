@@ -238,7 +238,7 @@ def training_curves(
     edges: dict[str, Any] = {"edgecolor": like["color"], "linestyle": like["linestyle"], "linewidth": 0.8}
     ax.fill_between(steps, lower, upper, facecolor=(like["color"], 0.15), label=f"{name}, central 50 %", **edges)
     for word, marker in _ENDS.items():
-        (ends,) = np.nonzero((table["status"] == word) & np.isfinite(curves).any(axis=1))
+        (ends,) = np.nonzero((np.asarray(table["status"]) == word) & np.isfinite(curves).any(axis=1))
         if len(ends):
             at = last[ends, 0]
             ax.plot(
@@ -262,12 +262,7 @@ def figure_of_run(run: Any, *, stride: int | None) -> Figure:
     shown: list[Any] = ["loss"]
     if history.validation is not None and np.isfinite(history.validation).any():
         shown += ["validation"]
-    own = {name: np.asarray(table[name]) for name in table if name not in _COLUMNS}
-    columns = {
-        name + "".join(f"[{i}]" for i in index): values[:, *index]
-        for name, values in own.items()
-        for index in np.ndindex(values.shape[1:])
-    }
+    columns = {name: np.asarray(values) for name, values in table.items() if name not in _COLUMNS}
     count = len(shown) + len(columns)
     shape = -(-count // 4), min(count, 4)
     size = max(4.2 * shape[1], 6.4), 3.6 * shape[0]
@@ -290,12 +285,10 @@ def figure_of_run(run: Any, *, stride: int | None) -> Figure:
 _COLUMNS = ("member", "loss", "validation", "best_step", "status", "stopped_at")
 
 
-def _draw_scores(
-    ax: Axes, values: np.ndarray, table: Mapping[str, np.ndarray], score: str, mode: Literal["min", "max"]
-) -> None:
+def _draw_scores(ax: Axes, values: np.ndarray, table: Any, score: str, mode: Literal["min", "max"]) -> None:
     """A dot for each member; the best one has a ring, and diverged ones are crosses at the edge of bad scores."""
     values, scores = values.astype(np.float64), np.asarray(table[score], np.float64)
-    diverged = table["status"] == "diverged"
+    diverged = np.asarray(table["status"]) == "diverged"
     known = np.isfinite(scores) & ~diverged
     ax.plot(values[known], scores[known], "o", color="C0", markersize=4, label=f"{known.sum()} members")
     if known.any():

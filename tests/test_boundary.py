@@ -15,7 +15,6 @@ from jax import export
 from eqx_ensemble import combine, scores
 from eqx_ensemble._boundary import _rows
 from eqx_ensemble._boundary._arguments import Arguments
-from eqx_ensemble._boundary.kinds import VOTES
 
 from .array_calls import CALLS, NAMES, arguments_of, call, function_of
 from .census import BAD_OF_ARRAYS
@@ -425,7 +424,7 @@ def test_labels_out_of_range_are_not_taken_for_wrong(name):
 @NOISE
 @pytest.mark.parametrize("name", [name for name in ARRAYS if "logits" in arguments_of(name)])
 def test_probabilities_are_told_from_logits(name):
-    votes = signature_of(name).arrays["logits"].values is VOTES
+    votes = signature_of(name).arrays["logits"].values.kind == "votes"
     p = np.float16(jax.nn.softmax(arguments_of(name)["logits"]))  # also in half precision
     told = pytest.warns(UserWarning, match="takes logits, but every row of these sums to 1")
     with warnings.catch_warnings():

@@ -81,7 +81,7 @@ def _argument(annotation: Any) -> Argument | None:
 def _parts(annotation: Any) -> tuple[list[Any], Values | None]:
     """The members of a union, and what the annotation says of values."""
     if get_origin(annotation) is Annotated:
-        kind, values = get_args(annotation)
+        kind, *_, values = get_args(annotation)  # the last one is the outermost
         return _parts(kind)[0], values
     if hasattr(annotation, "dim_str"):
         return [annotation], None

@@ -25,7 +25,7 @@ from .._leaves import as_column
 from .._warnings import warn
 from ._arguments import Argument, Arguments, in_float64
 from ._weights import check_row_weights, check_weights
-from .kinds import VOTES, InnerLevels, Levels
+from .kinds import InnerLevels, Levels
 
 Sizes = dict[str, Any]  # of axes, by name; of `*batch`, a tuple
 
@@ -79,7 +79,7 @@ def check_arguments(given: dict[str, Any], of: Arguments) -> Array | None:
     sizes: Sizes = {axis: int(axis) for name in raw for axis in of.arrays[name].axes if axis.isdigit()}
     for name, x in raw.items():
         raw[name] = _array(name, x, of.arrays[name], sizes)
-        _bind(name, raw[name].shape, of.arrays[name].axes, sizes, first=next(iter(raw)))
+        _bind(name, raw[name].shape, of, sizes, first=next(iter(raw)))
     floats = [x for name, x in raw.items() if of.arrays[name].is_number]
     # A Python number takes the dtype of the others.
     known = [x.dtype for x in floats if not x.weak_type] or [x.dtype for x in floats] or [jnp.zeros(()).dtype]
@@ -115,39 +115,43 @@ def _array(name: str, x: Any, argument: Argument, sizes: Sizes) -> Array:
     if isinstance(x, np.ndarray) and x.dtype.kind in "OUST" and not argument.is_number:
         fix = f"Number them: `names, {name} = np.unique({name}, return_inverse=True)`."
         raise type_error(f"integer `{name}`", f"got dtype {x.dtype}", fix)
-    array = check_array(name, x)
-    if array.dtype == bool and name == "labels" and sizes.get("classes") == 2:
+    array, are_labels = check_array(name, x), argument.values.kind == "labels"
+    if array.dtype == bool and are_labels and sizes.get("classes") == 2:
         return array.astype(jnp.int32)  # labels of two classes
     if array.dtype.name in argument.dtypes:
         # Smaller integers may not hold the number of classes, with which they are compared.
         small = jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize < 4
         return array.astype(jnp.int32) if small and not argument.is_number else array
     kind, fix = _KIND[tuple(kind for kind in ("float32", "int32") if kind in argument.dtypes)]
-    if array.dtype == bool and name != "labels" and "int32" in argument.dtypes:
+    fix = argument.values.of_dtype or fix.format(name=name)
+    if array.dtype == bool and not are_labels and "int32" in argument.dtypes:
         fix = f"A mask? Pass `jnp.flatnonzero({name})`."
-    if name == "unseen":
-        fix = "Drawn rows? Pass `resample.out_of_bag(rows, num_rows)`."
-    if name == "labels" and array.shape == (*sizes.get("*batch", ()), sizes.get("classes")):
-        fix = "One-hot labels? Pass `jnp.argmax(labels, axis=-1)`."
+    if are_labels and array.shape == (*sizes.get("*batch", ()), sizes.get("classes")):
+        fix = f"One-hot labels? Pass `jnp.argmax({name}, axis=-1)`."
     raise type_error(f"{kind} `{name}`", f"got dtype {array.dtype}, shape {array.shape}", fix)
 
 
 _KIND = {
     ("float32", "int32"): ("real-valued", "Predictions come first, targets last."),
     ("float32",): ("floating-point", "Predictions come first, targets last; whole numbers need `.astype(float)`."),
-    ("int32",): ("integer", "Pass `labels.astype(int)`."),
+    ("int32",): ("integer", "Pass `{name}.astype(int)`."),
     (): ("boolean", "For example `labels == 1`."),
 }
 
 
 _SIGMOID = (
-    "One logit per row (sigmoid)? The classes are the last axis: pass `jnp.stack([jnp.zeros_like(logits), logits], "
+    "One logit per row (sigmoid)? The classes are the last axis: pass `jnp.stack([jnp.zeros_like({name}), {name}], "
     "axis=-1)`, without an axis of length one."
 )
 
 
-def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes, *, first: str) -> None:
+def _are_logits(argument: Argument) -> bool:
+    return argument.values.kind in ("logits", "votes")
+
+
+def _bind(name: str, shape: tuple[Any, ...], of: Arguments, sizes: Sizes, *, first: str) -> None:
     """Raises unless the shape agrees with the sizes of axes so far. Adds its own."""
+    axes = of.arrays[name].axes
     if axes == ("...",):
         return
     place = next((i for i, axis in enumerate(axes) if axis.startswith("*")), None)
@@ -170,19 +174,19 @@ def _bind(name: str, shape: tuple[Any, ...], axes: tuple[str, ...], sizes: Sizes
         if name == first:
             raise value_error(f"`{name}` of shape {text}", f"got shape {shape}", "Its axes do not fit one another.")
         got = f"expected {text} = {want}, as of `{first}`; got {shape}"
-        raise value_error(f"`{name}` for the rows of `{first}`", got, _fix(name, shape, want, first, sizes))
+        raise value_error(f"`{name}` for the rows of `{first}`", got, _fix(name, shape, want, first, of, sizes))
     sizes |= own
     if own.get("members") == 0:
         raise value_error(f"at least one member in `{name}`, {text}", f"got shape {shape}", "Were all left out?")
-    if own.get("classes", 2) < 2 and name == "logits":
-        needs = f"at least two classes on the last axis of `logits`, {text}"
-        raise value_error(needs, f"got shape {shape}", _SIGMOID)
+    if own.get("classes", 2) < 2 and _are_logits(of.arrays[name]):
+        needs = f"at least two classes on the last axis of `{name}`, {text}"
+        raise value_error(needs, f"got shape {shape}", _SIGMOID.format(name=name))
 
 
-def _fix(name: str, got: tuple[Any, ...], want: tuple[Any, ...], first: str, sizes: Sizes) -> str:
+def _fix(name: str, got: tuple[Any, ...], want: tuple[Any, ...], first: str, of: Arguments, sizes: Sizes) -> str:
     """The likely fix for a wrong shape."""
-    if first == "logits" and want == () and len(got) == 1:
-        return _SIGMOID
+    if _are_logits(of.arrays[first]) and want == () and len(got) == 1:
+        return _SIGMOID.format(name=first)
     if got == (*want, 1):
         return f"A trailing axis of length one would broadcast to every pair of rows: pass `{name}[..., 0]`."
     if want == (*got, 1):
@@ -203,7 +207,7 @@ def _check_values(name: str, given: dict[str, Any], of: Arguments, sizes: Sizes,
     """Raises for the first wrong value of an argument in rows and members that count, where they can be read."""
     argument, weights = of.arrays[name], given.get("weights")
     values = argument.values
-    if name == "logits" and values is not VOTES:
+    if values.kind == "logits":
         warn_of_probabilities(given[name])
     host = concrete(given[name]) if values.needs else None
     if host is None or known is None:

@@ -20,6 +20,9 @@ class Values:
     - `fill`: overwrites what does not count.
     - `place`: whether they lie on the axis of the targets, of which a large common offset can be taken away.
     - `ranked`: whether only their order matters.
+    - `kind`: what they are, where users may have it in another form: `"labels"` one-hot, `"logits"` as probabilities;
+        `"votes"` are logits of which probabilities give the same.
+    - `of_dtype`: what to write instead of another dtype.
     """
 
     needs: str = ""
@@ -29,6 +32,8 @@ class Values:
     fill: float = 0.0
     place: bool = False
     ranked: bool = False
+    kind: Literal["", "labels", "logits", "votes"] = ""
+    of_dtype: str = ""
 
 
 def _no_nan(fix: str) -> Values:
@@ -56,12 +61,21 @@ def _below(bound: str, words: str, fix: str) -> Values:
     return Values(words, lambda x, bound: (x < 0) | (x >= bound), fix, below=bound)
 
 
+def _labels(bound: str, words: str) -> Values:
+    fix = "Leave out rows marked by a label such as -1 (`row_weights`), and count classes from 0."
+    values = _below(bound, f"labels from 0 to {{last}}, as {words}", fix)
+    return dataclasses.replace(values, kind="labels")
+
+
+def _logits(values: Values = Values()) -> Values:  # noqa: B008 (it is frozen)
+    return dataclasses.replace(values, kind="logits")
+
+
 def _repeats(indices: np.ndarray) -> bool:
     known = indices[indices != -1]
     return len(np.unique(known)) < len(known)
 
 
-VOTES = Values()  # of which probabilities give the same
 _PLACE = Values(place=True)
 _TINY = np.finfo(np.float32).tiny  # below, arithmetic on most devices takes a number for zero
 _LOG_VARIANCE = (
@@ -69,8 +83,7 @@ _LOG_VARIANCE = (
 )
 _POSITIVE = Values("variances above zero", lambda x, _: x < _TINY, _LOG_VARIANCE, fill=1.0)
 _NOT_NEGATIVE = Values("variances of zero or more", lambda x, _: x < 0, _LOG_VARIANCE, fill=1.0)
-_CLASS_FIX = "Leave out rows marked by a label such as -1 (`row_weights`), and count classes from 0."
-_CLASS = _below("classes", "labels from 0 to {last}, as there are {bound} classes", _CLASS_FIX)
+_CLASS = _labels("classes", "there are {bound} classes")
 _GROUP = _below(
     "num_groups",
     "`groups` from 0 to {last}, as `num_groups` is {bound}",
@@ -95,9 +108,9 @@ RowFilter = Bool[ArrayLike, " rows"] | None
 RowScoreWeights = Bool[ArrayLike, " rows"] | Real[ArrayLike, " rows"] | None
 PoolRows = Bool[ArrayLike, " candidates"] | None
 # Classes.
-Logits = Float[ArrayLike, "members *batch classes"]
-Votes = Annotated[Logits, VOTES]
-MixedLogits = Float[ArrayLike, "*batch classes"]
+Logits = Annotated[Float[ArrayLike, "members *batch classes"], _logits()]
+Votes = Annotated[Logits, Values(kind="votes")]
+MixedLogits = Annotated[Float[ArrayLike, "*batch classes"], _logits()]
 Labels = Annotated[Integer[ArrayLike, "*batch"], _CLASS]
 RowLabels = Annotated[Integer[ArrayLike, " rows"], _CLASS]
 Sets = Bool[ArrayLike, "*batch classes"]
@@ -165,8 +178,10 @@ Predicted = Annotated[Float[ArrayLike, " rows"], _KNOWN]
 Observed = Annotated[Real[ArrayLike, " rows"], _KNOWN]
 HeldOut = Annotated[Float[ArrayLike, " rows"], _PLACE]
 RowTargets = Annotated[Real[ArrayLike, " rows"], _PLACE]
-HeldOutLogits = Annotated[Float[ArrayLike, "rows classes"], _KNOWN]
-Unseen = Bool[ArrayLike, "members rows"]
+HeldOutLogits = Annotated[Float[ArrayLike, "rows classes"], _logits(_KNOWN)]
+Unseen = Annotated[
+    Bool[ArrayLike, "members rows"], Values(of_dtype="Drawn rows? Pass `resample.out_of_bag(rows, num_rows)`.")
+]
 DrawnRows = Annotated[
     Integer[ArrayLike, "members drawn"],
     _below("num_rows", "`rows` from 0 to {last}, as `num_rows` is {bound}", "They index the data from 0."),
@@ -211,6 +226,7 @@ FiniteLogits = Annotated[
         "finite `logits`",
         lambda x, _: ~np.isfinite(x),
         "Probabilities of zero? Mix in a little of the uniform distribution before taking the logarithm.",
+        kind="logits",
     ),
 ]
 FiniteTargets = Annotated[
@@ -224,7 +240,7 @@ FiniteTargets = Annotated[
 ]
 # Candidates.
 PoolSamples = Annotated[Float[ArrayLike, "members candidates"], _CANDIDATES]
-PoolLogits = Annotated[Float[ArrayLike, "members candidates classes"], _CANDIDATES]
+PoolLogits = Annotated[Float[ArrayLike, "members candidates classes"], _logits(_CANDIDATES)]
 Best = Annotated[Real[ArrayLike, "..."], _finite("Nothing observed yet? Draw the first candidates at random.")]
 Beta = Annotated[Real[ArrayLike, ""], _zero_or_more("Its root is the number of standard deviations.")]
 Exponent = Annotated[Real[ArrayLike, ""], _zero_or_more("Zero draws uniformly, 1 in proportion.")]
@@ -247,6 +263,7 @@ Share = Annotated[
 ]
 FourOutputs = Float[ArrayLike, "*batch 4"]
 Outputs = Float[ArrayLike, "*batch outputs"]
+OutputLogits = Annotated[Outputs, _logits()]
 OutputPoints = Annotated[Outputs, _PLACE]
 OutputVariances = Annotated[Outputs, _POSITIVE]
 OutputLevels = Annotated[
@@ -267,10 +284,7 @@ TeacherVariances = Annotated[TeacherMeans, _POSITIVE]
 # Hidden units.
 Hidden = Float[ArrayLike, "members rows hidden"]
 FiniteHidden = Annotated[Hidden, _finite("Leave out members that diverged, and rows by `row_weights`.")]
-CountedLabels = Annotated[
-    Integer[ArrayLike, " rows"],
-    _below("num_classes", "labels from 0 to {last}, as `num_classes` is {bound}", _CLASS_FIX),
-]
+CountedLabels = Annotated[Integer[ArrayLike, " rows"], _labels("num_classes", "`num_classes` is {bound}")]
 # Particles.
 Particles = Float[ArrayLike, "members size"]
 Active = Bool[ArrayLike, " members"] | None

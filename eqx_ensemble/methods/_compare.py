@@ -5,21 +5,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Shaped
 
+from .._brief import brief_repr
 from .._ensemble import Ensemble
 from .._foreign import from_foreign_tree
 from .._marks import Each
 from .._predict import predict
 from .._pytree import PyTree
+from .._table import table_of
 from .._warnings import ignore_warnings
 from ..resample import Folds, HeldOut, held_out_mean
 from ..train import DivergedError
 from ..train._fit import fit
 from ..train._optimiser import Optimiser
 from ..train._run import Run, healthy_weights
-
-Columns = dict[str, Shaped[np.ndarray, " fits"]]
 
 
 def compare(
@@ -30,7 +29,7 @@ def compare(
     folds: Folds,
     seeds: int = 1,
     key: Any,
-) -> Columns:
+) -> Any:
     """Compares methods on held-out rows: every method in every fold, with every seed.
 
     In one fold and with one seed all methods have the same rows and the same key.
@@ -46,8 +45,9 @@ def compare(
     - `seeds`: how often to repeat everything.
     - `key`: one key.
 
-    **Returns:** columns by name, one row for each fit: `method`, `seed`, `fold`, `seconds` of training, and the scores,
-        NaN where all members diverged. `pandas.DataFrame(columns)` is a data frame.
+    **Returns:** a table, as [`eqx_ensemble.Run.table`][], of one row for each fit: `method`, `seed`, `fold`,
+    `compile_seconds`, `run_seconds`, and the scores, NaN where all members diverged. `method(data, key)` takes both
+    times, prediction none: in the first JAX traces or compiles, by its own events; the second is the rest.
 
     ```python
     def method(num_members):
@@ -82,20 +82,36 @@ def compare(
         train, test = np.asarray(folds.train[fold]), np.asarray(folds.test[fold])[np.asarray(folds.valid[fold])]
         train, (x, y) = (jax.tree.map(lambda part, at=at: part[at], data) for at in (train, test))
         for name, method in methods.items():
-            start = perf_counter()
-            predict = method(train, own)
-            row = {"method": name, "seed": seed, "fold": fold, "seconds": perf_counter() - start}
+            predict, seconds = _time(method, train, own)
+            row = {"method": name, "seed": seed, "fold": fold, **seconds}
             try:
                 predictions = predict(x)
             except DivergedError:
                 rows.append(row | dict.fromkeys(scores, np.nan))
             else:
                 rows.append(row | {score: float(fn(predictions, y)) for score, fn in scores.items()})
-    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+    return table_of({name: np.array([row[name] for row in rows]) for name in rows[0]})
+
+
+def _time(fn: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, float]]:
+    """What a function returns, and its seconds by what they were spent on."""
+    spans: list[Any] = []
+    listen: Any = lambda event, *span, **_: spans.append(span) if event.startswith("/jax/core/compile/") else None
+    jax.monitoring.register_event_time_span_listener(listen)
+    start = perf_counter()
+    try:
+        out = fn(*args)
+    finally:
+        jax.monitoring.unregister_event_time_span_listener(listen)
+    total, compiling, until = perf_counter() - start, 0.0, 0.0
+    for begin, end in sorted(spans):  # a function that is traced inside another one counts once
+        compiling += max(end - max(begin, until), 0)
+        until = max(until, end)
+    return out, {"compile_seconds": compiling, "run_seconds": total - compiling}
 
 
 def paired_differences(
-    columns: Columns, score: str, baseline: str, *, ratio: float | int = 0
+    columns: Any, score: str, baseline: str, *, ratio: float | int = 0
 ) -> dict[str, tuple[float, float]]:
     r"""Mean differences of methods from a baseline, each with its standard error.
 
@@ -115,7 +131,8 @@ def paired_differences(
     ??? cite
         [Nadeau and Bengio 2003](https://doi.org/10.1023/A:1024068626366)
     """
-    found = {name: columns[score][columns["method"] == name] for name in dict.fromkeys(columns["method"].tolist())}
+    methods, scores = np.asarray(columns["method"]), np.asarray(columns[score])
+    found = {name: scores[methods == name] for name in dict.fromkeys(methods.tolist())}
     gaps = {name: x - found[baseline] for name, x in found.items()}
     gaps = {name: x[~np.isnan(x)] for name, x in gaps.items()}
     error = lambda x: np.std(x, ddof=1) * np.sqrt(1 / len(x) + ratio) if len(x) > 1 else np.nan
@@ -133,6 +150,8 @@ class CrossFit(NamedTuple):
 
     run: Run[Any]
     held_out: HeldOut
+
+    __repr__ = brief_repr
 
 
 def cross_fit(

@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Float, Int, Key
 
 from .. import _keys
+from .._brief import brief_repr
 from .._caller import caller
 from .._check import missing_extra_message
 from .._foreign import as_numpy
@@ -104,6 +105,8 @@ class ChainState(NamedTuple):
     key: Key[Array, "*members"]
     velocity: PyTree = None
 
+    __repr__ = brief_repr
+
 
 def _sampler(
     learning_rate: Any, num_rows: Any, friction: Any, temperature: Any, key: Any
@@ -158,6 +161,8 @@ class Diagnostics(NamedTuple):
     rhat: np.ndarray
     ess_bulk: np.ndarray
     ess_tail: np.ndarray
+
+    __repr__ = brief_repr
 
 
 def diagnostics(values: Any, chains: Any) -> Diagnostics:

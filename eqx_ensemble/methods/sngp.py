@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Inexact
 
 from .. import _keys
 from .._boundary import array_function, kinds
+from .._brief import brief_repr
 from .._caller import caller
 from .._check import check_word
 from .._data import take_data
@@ -69,6 +70,8 @@ class SNGPOutput(NamedTuple):
 
     mean: Float[Array, "*batch out"]
     variance: Float[Array, "*batch out"]
+
+    __repr__ = brief_repr
 
 
 class SNGP(eqx.Module, Generic[M]):

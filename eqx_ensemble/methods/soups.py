@@ -7,6 +7,7 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Float
 
+from .._brief import brief_repr
 from .._caller import caller
 from .._check import check_word
 from .._ensemble import Ensemble, check_ensemble
@@ -30,6 +31,8 @@ class Soup(NamedTuple):
     weights: Float[np.ndarray, " members"]
     score: float
     member_scores: Float[np.ndarray, " members"]
+
+    __repr__ = brief_repr
 
 
 def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Literal["min", "max"]) -> Soup:

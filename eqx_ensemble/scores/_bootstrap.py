@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
 from .._boundary import array_function, counted_rows, kinds
+from .._brief import brief_repr
 from .._check import check_array, check_level, type_error, value_error
 from .._keys import member_keys
 from .._leaves import kind_text
@@ -57,6 +58,8 @@ class Bootstrap(NamedTuple):
     standard_error: Float[Array, "..."]
     lower: Float[Array, "..."]
     upper: Float[Array, "..."]
+
+    __repr__ = brief_repr
 
 
 def bootstrap(

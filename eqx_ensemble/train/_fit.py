@@ -35,6 +35,7 @@ from ._saver import Saver
 from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, with_best
 
 _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
+_STEPS_WITHOUT_DATA = 100  # of an epoch
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
 
 
@@ -42,7 +43,7 @@ def fit(
     ensemble: Ensemble[M] | TrainState[M] | Run[M],
     loss: Callable[..., Any],
     optimiser: Optimiser,
-    data: PyTree | Iterable[PyTree],
+    data: PyTree | Iterable[PyTree] | None,
     *,
     epochs: int | None = None,
     steps: int | None = None,
@@ -83,8 +84,8 @@ def fit(
     *Data and rows:*
 
     - `data`: a PyTree of arrays `(rows, ...)`, or `(members, rows, ...)` in parts marked [`eqx_ensemble.Each`][]; or an
-        iterable of batches, of which one pass is an epoch. A loss that draws its own points from `key` ignores its
-        batch: `jnp.zeros(100)` with `batch_size=1` is an epoch of 100 steps.
+        iterable of batches, of which one pass is an epoch. `None` for a loss that draws its own points from `key`, as
+        that of a physics-informed network: it is called `loss(model, None, key)`, and 100 steps are an epoch.
     - `batch_size`: rows per step; by default 32. Every batch is full: the last one of an epoch is filled with the first
         rows of the next.
     - `rows`: row indices `(members, n)` into `data`.
@@ -125,7 +126,8 @@ def fit(
         if it is longer.
     - `checkpoint`: a file, or [`eqx_ensemble.train.Checkpoint`][]. The run is saved there about every minute and at its
         end; rerunning the same call [resumes bit for bit](../saving.md), and more epochs continue.
-    - `progress`: whether to show a progress line; by default on a terminal or in a notebook.
+    - `progress`: whether to show a progress line: epochs or steps, the members that still train, and the best
+        validation score or the mean loss; by default on a terminal or in a notebook, after two seconds.
     - `callbacks`: functions of the [`eqx_ensemble.train.TrainState`][] at the end of every epoch, or, by
         [`eqx_ensemble.train.every`][], of some. They return another state, or `None` to go on.
 
@@ -166,16 +168,19 @@ def fit(
             )
         first = with_best(first, validation.mode)
         inputs["validation"], _ = take_data(validation.data, num_members, argument="validation")
-    if is_batches(data):
+    if data is None or is_batches(data):
         check_no_rows(batch_size, rows, shuffle)
+    num_rows = None
+    if is_batches(data):
         batches, batch = peek(data, num_members)
         shape: dict[str, Any] = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
     else:
         batches = None
-        inputs["data"], num_rows = take_data(data, num_members, argument="data")
+        none = None, _STEPS_WITHOUT_DATA
+        inputs["data"], num_rows = none if data is None else take_data(data, num_members, argument="data")
         inputs["rows"] = own = take_rows(rows, num_members, num_rows)
         own_rows = num_rows if own is None else own.value.shape[1]
-        shape = shape_of_epoch(own_rows, batch_size, first)
+        shape = shape_of_epoch(own_rows, 1 if data is None else batch_size, first)
         batch = member_shapes(inputs["data"], shape["batch_size"])
     task = Task(
         loss, optimiser, None if validation is None else validation.score or loss, has_aux=has_aux,
@@ -195,7 +200,6 @@ def fit(
         "min_delta": task.min_delta, "history": history, "on_diverge": on_diverge,
     }  # fmt: skip
     saver = None if checkpoint is None else Saver(checkpoint)
-    total = None if end == _NEVER else end
     with allow_nan(), ExitStack() as stack, deferred_interrupt() as interrupt:
         position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
         if saver is not None:
@@ -210,13 +214,14 @@ def fit(
         crew = Crew(position.state, inputs, task, plan, mesh)
         stack.callback(crew.close)
         words = f"fit, {members_in_words(num_members)}"
-        line = stack.enter_context(progress_line(show=progress, description=words, unit="step", total=total))
+        unit = "step" if epochs is None else "epoch"
+        line = stack.enter_context(progress_line(show=progress, description=words, unit=unit, total=epochs or steps))
         loop = Loop(
             crew, task, position, first=int(to_host(first.step).max()), end=end, callbacks=callbacks_of(callbacks),
             seconds=seconds, began=began, fatal=~lost_before & (on_diverge == "raise"), saver=saver, line=line,
-            interrupt=interrupt,
+            in_epochs=epochs is not None, interrupt=interrupt,
         )  # fmt: skip
-        result = lambda: run_of(loop, rows, None if validation is None else task.mode)
+        result = lambda: run_of(loop, rows, num_rows, None if validation is None else task.mode)
         try:
             if batches is None:
                 loop.train_on_arrays()
@@ -306,12 +311,12 @@ def check_some_train(position: Position) -> None:
 
 
 def check_no_rows(batch_size: Any, rows: Any, shuffle: Any) -> None:
-    """Raises if an option for data in arrays comes with an iterable of batches."""
+    """Raises if an option for data in arrays comes with an iterable of batches, or without data."""
     if batch_size is not None or rows is not None or shuffle is not True:
-        raise TypeError("`fit` takes `batch_size`, `rows` and `shuffle` only for data in arrays, not for batches.")
+        raise TypeError("`fit` takes `batch_size`, `rows` and `shuffle` only for data in arrays.")
 
 
-def peek(data: Iterable[Any], num_members: int) -> tuple[Iterator[Iterable[Any]], PyTree]:
+def peek(data: Any, num_members: int) -> tuple[Iterator[Iterable[Any]], PyTree]:
     """The passes over an iterable, the first of which has begun, and the shapes of one member's first batch."""
     iterator = iter(data)
     for batch in iterator:
@@ -336,10 +341,11 @@ def shape_of_epoch(num_rows: int, batch_size: int | None, first: TrainState) -> 
     }  # fmt: skip
 
 
-def run_of(loop: Loop, rows: Any, mode: Literal["min", "max"] | None) -> Run:
+def run_of(loop: Loop, rows: Any, num_rows: int | None, mode: Literal["min", "max"] | None) -> Run:
     """The result of a loop, as far as it has come; with the best weights if members were scored."""
     state = loop.crew.state()
     ensemble, model_state = (state.ensemble, state.model_state) if mode is None else best_of(state)
     rows = None if rows is None else np.asarray(rows.value if isinstance(rows, Each) else rows)
     interrupted = loop.interrupt.is_set()
-    return Run(ensemble, model_state, loop.curves(), state, rows, mode or "min", interrupted, loop.seconds_so_far())
+    parts = ensemble, model_state, loop.curves(), state, rows, mode or "min", interrupted, loop.seconds_so_far()
+    return Run(*parts, num_rows)

@@ -70,11 +70,13 @@ class Loop:
 
     def __init__(
         self, crew: Crew, task: Task, position: "Position", *, first: int, end: int, callbacks: list[Every],
-        seconds: Any, began: float, fatal: np.ndarray, saver: Any, line: Any, interrupt: threading.Event,
+        seconds: Any, began: float, fatal: np.ndarray, saver: Any, line: Any, in_epochs: bool,
+        interrupt: threading.Event,
     ) -> None:  # fmt: skip
         self.crew, self.task, self.first, self.end, self.interrupt = crew, task, first, end, interrupt
         self.history, self.done, self.epoch = [position.history], position.done, position.epoch
         self.callbacks, self.fatal, self.saver, self.line = callbacks, fatal, saver, line
+        self.in_epochs, self.best = in_epochs, np.nan
         self.seconds, self.began, self.seconds_before = seconds, began, position.seconds
 
     @property
@@ -210,7 +212,7 @@ class Loop:
 
     def _between(self, *, ends: bool) -> None:
         crew = self.crew
-        self.line.update(self.done - self.line.n)
+        self._show()
         if self.faulty:
             return
         if self.seconds is not None:
@@ -230,6 +232,23 @@ class Loop:
         if self.saver is not None:
             self.saver.offer(self, ends=ends)
         crew.pack()
+
+    def _show(self) -> None:
+        """Moves the progress line: epochs or steps, members that train, and their best score or their mean loss."""
+        if self.line.disable:
+            return
+        last, said = self.history[-1], f"{(self.crew.status == Status.OK).sum()} training"
+        known = last.loss[np.isfinite(last.loss)]
+        if last.validation is not None:
+            pick = np.fmin if self.task.mode == "min" else np.fmax
+            self.best = float(pick.reduce(last.validation, axis=None, initial=self.best))
+            said += f", best {self.best:.4g}"
+        elif known.size:
+            said += f", loss {known.mean():.4g}"
+        is_long = self.in_epochs and self.task.num_rows and self.done % self.task.epoch
+        self.line.n = round(self.done / self.task.epoch, 1) if is_long else self.epoch if self.in_epochs else self.done
+        self.line.set_postfix_str(said, refresh=False)
+        self.line.update(0)
 
     def curves(self) -> History:
         """The curves so far."""

@@ -76,11 +76,24 @@ class Task:
 
 def arguments(fn: Callable[..., Any], model: Any, state: Any, batch: Any, key: Any, hyper: Any) -> tuple:
     """What a user's loss or score of one member is called with, by position and by name."""
+    __tracebackhide__ = True
     named = {"hyper": hyper} if takes_hyper(fn) else {}
-    if state is None:
-        return (model, batch, key), named
     # A `State` can be used once, and a line search calls the loss again: each call gets a copy.
-    return (model, jax.tree.map(lambda x: x, state), batch, key), named
+    states = () if state is None else (jax.tree.map(lambda x: x, state),)
+    check_takes(fn, "model, batch, key" if state is None else "model, state, batch, key", named)
+    return (model, *states, batch, key), named
+
+
+def check_takes(fn: Callable[..., Any], names: str, named: dict[str, Any]) -> None:
+    """Raises unless a loss or score can be called with arguments by position and by name."""
+    __tracebackhide__ = True
+    try:
+        inspect.signature(fn).bind(*names.split(","), **named)
+    except TypeError as error:
+        text = f"A loss or score is called `loss({names})`. `{getattr(fn, '__name__', fn)}` cannot be: {error}.\n"
+        raise TypeError(f"{text}Give it all of these parameters, also those that it does not use.") from None
+    except ValueError:
+        return  # which has no signature
 
 
 def call(fn: Callable[..., Any], *of: Any) -> Any:

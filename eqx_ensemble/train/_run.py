@@ -1,4 +1,3 @@
-import html
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
@@ -8,22 +7,36 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Int8
 
-from .._check import MemberMismatchError, missing_extra_message
+from .._check import MemberMismatchError, attribute_error
 from .._ensemble import Ensemble, M, join, take
 from .._leaves import is_traced
 from .._progress import members_in_words
 from .._pytree import PyTree
+from .._table import table_of
 from .._warnings import warn
 from ..distributed import to_host
 from ..tree._engine import check_index
 from ._history import History, join_members, take_curves
 from ._ranking import rank_members
-from ._state import DivergedError, Status, TrainState, weights_of, with_weights
+from ._state import DivergedError, Status, TrainState, members_text, status_text, weights_of, with_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Figure
 else:
     Figure = Any  # matplotlib is optional: it is imported on drawing
+
+
+# What other libraries call an attribute of a run.
+_ELSEWHERE = {
+    "run.history.loss": "loss losses train_loss train_losses metrics logs",
+    "run.history.validation": "validation val_loss val_losses validation_loss scores",
+    "run.train_state": "params parameters weights opt_state optimizer_state step steps epoch epochs",
+    "run.ensemble": "model models members stacked num_members",
+    "run.best()": "best_model best_models best_member best_ensemble",
+    "run.hyper": "config configs hyperparameters hyperparams",
+    "run[run.ranking(1)].hyper": "best_params",
+    "run.predict(x, fn=lambda model, x: jax.nn.softmax(model(x)))": "predict_proba",
+}
 
 
 class Run(eqx.Module, Generic[M]):
@@ -42,6 +55,7 @@ class Run(eqx.Module, Generic[M]):
     - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
     - `interrupted`: whether Ctrl-C ended the run early.
     - `seconds`: the duration, including compilation and the runs that it continues.
+    - `num_rows`: the rows of the training data; `None` for batches.
 
     ```python
     def loss(model, batch, key):
@@ -67,6 +81,7 @@ class Run(eqx.Module, Generic[M]):
     mode: Literal["min", "max"] = eqx.field(static=True)
     interrupted: bool = eqx.field(static=True)
     seconds: float = eqx.field(static=True)
+    num_rows: int | None = eqx.field(static=True)
 
     @property
     def status(self) -> Int8[np.ndarray, " members"]:
@@ -101,10 +116,9 @@ class Run(eqx.Module, Generic[M]):
 
     def __getitem__(self, index: Any) -> "Run[M]":
         index = np.atleast_1d(check_index(index, len(self.status)))
-        rows = None if self.rows is None else self.rows[index]
-        state = None if self.state is None else take(self.state, index)
-        parts = (self.ensemble[index], state, take_curves(self.history, index), self.train_state[index], rows)
-        return Run(*parts, self.mode, self.interrupted, self.seconds)
+        own = take((self.ensemble, self.state, self.train_state, self.rows), index)
+        history = take_curves(self.history, index)
+        return Run(*own[:2], history, *own[2:], self.mode, self.interrupted, self.seconds, self.num_rows)
 
     @staticmethod
     def _join(runs: Sequence["Run[M]"]) -> "Run[M]":
@@ -113,8 +127,8 @@ class Run(eqx.Module, Generic[M]):
             raise MemberMismatchError("`concatenate` needs runs with validation scores of one `mode`.")
         own = join([(run.ensemble, run.state, run.train_state, run.rows) for run in runs])
         history = join_members([run.history for run in runs])
-        seconds = max(run.seconds for run in runs)
-        return Run(*own[:2], history, *own[2:], runs[0].mode, any(run.interrupted for run in runs), seconds)
+        told = any(run.interrupted for run in runs), max(run.seconds for run in runs), runs[0].num_rows
+        return Run(*own[:2], history, *own[2:], runs[0].mode, *told)
 
     def predict(
         self, x: PyTree, *, combine: Any = None, weights: Any = None, strict: bool = False, **options: Any
@@ -153,7 +167,8 @@ class Run(eqx.Module, Generic[M]):
 
         **Returns:** [`eqx_ensemble.resample.HeldOut`][]. Diverged members are excluded; a warning names them.
 
-        **Raises:** `TypeError` if the rows are not known, or for several outputs.
+        **Raises:** `TypeError` if the rows are not known, or for several outputs; `ValueError` for another number of
+            rows.
         """
         from .._predict import predict
         from ..resample import held_out_mean, out_of_bag
@@ -170,7 +185,13 @@ class Run(eqx.Module, Generic[M]):
                 f"`Run.out_of_bag` needs one output of the members, got a tuple of {len(predictions)}.\n"
                 "Take the one that is meant, such as `fn=lambda model, x: model(x)[0]`."
             )
-        unseen = out_of_bag(self.rows, predictions.shape[1]) if unseen is None else unseen
+        if unseen is None:
+            if self.num_rows not in (None, count := predictions.shape[1]):
+                raise ValueError(
+                    f"`Run.out_of_bag` needs all {self.num_rows} rows of the training data in their order, got {count}."
+                    "\nOther rows are seen by no member: `run.predict(x, combine=combine.mean)`."
+                )
+            unseen = out_of_bag(self.rows, count)
         return held_out_mean(predictions, unseen, weights=own)
 
     def best(self, count: int = 1, *, by: Any = None, mode: Literal["min", "max"] | None = None) -> Ensemble[M]:
@@ -214,31 +235,30 @@ class Run(eqx.Module, Generic[M]):
 
         return figure_of_run(self, stride=stride)
 
-    def table(self, *, as_frame: bool = False) -> Any:
+    def table(self) -> Any:
         """A table of one row per member: hyper-parameters, scores, status.
 
-        **Arguments:**
-
-        - `as_frame`: return a `pandas.DataFrame` (extra `pandas`), with one number in each column.
-
-        **Returns:** a dict from column names to arrays `(members, ...)`, or a data frame. `loss` is each member's mean
-        over its last epoch.
+        **Returns:** a `pandas.DataFrame` where pandas is installed (extra `pandas`), otherwise a dict of arrays
+        `(members,)` that a terminal and a notebook show as a table. Both have `table["loss"]`, each member's mean over
+        its last epoch. A hyper-parameter of several numbers has one column for each, such as `table["betas[0]"]`.
         """
         state = self.train_state
-        columns = {"member": np.arange(len(self.status))}
+        columns: dict[str, Any] = {"member": np.arange(len(self.status))}
         for path, values in jax.tree_util.tree_flatten_with_path(state.hyper)[0]:
             columns[jax.tree_util.keystr(path, simple=True, separator=".") or "hyper"] = to_host(values)
         columns["loss"] = to_host(state.loss)
         if state.best is not None:
             columns |= {"validation": self.best_score, "best_step": self.best_step}
         columns |= {"status": np.array([str(one) for one in Status])[self.status], "stopped_at": self.stopped_at}
-        return _data_frame(columns) if as_frame else columns
+        return table_of(columns)
 
     def __repr__(self) -> str:
         return summary(self)
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(summary(self))}</pre>"
+    if not TYPE_CHECKING:  # which must not take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise attribute_error(self, name, _ELSEWHERE)
 
 
 def best_of(state: TrainState) -> tuple[Ensemble, PyTree]:
@@ -258,13 +278,10 @@ def summary(run: Run[Any]) -> str:
         return "Run(...)"
     status, steps = run.status, int(to_host(run.train_state.step).max())
     interrupted = ", interrupted" if run.interrupted else ""
-    lines = [f"Run of {members_in_words(len(status))}, {steps} {'step' if steps == 1 else 'steps'}{interrupted}"]
-    parts = []
-    for one in Status:
-        here = np.flatnonzero(status == one)
-        names = ", ".join(map(str, here[:8])) + (", ..." if len(here) > 8 else "")
-        parts += [f"{len(here)} {one!s}" + ("" if one is Status.OK else f" ({names})")] if len(here) else []
-    lines.append(f"  status   {', '.join(parts)}")
+    name = type(run.ensemble.stacked).__name__
+    words = f"{steps} step" if steps == 1 else f"{steps} steps"
+    title = f"Run of {members_in_words(len(status))} of `{name}`, {words}{interrupted}"
+    lines = [title, f"  status   {status_text(status)}"]
     loss = to_host(run.train_state.loss)[status != Status.DIVERGED]
     if np.isfinite(loss).any():
         low, high = np.nanmin(loss), np.nanmax(loss)
@@ -272,27 +289,15 @@ def summary(run: Run[Any]) -> str:
     scores, steps = run.best_score, run.best_step
     if scores is not None and steps is not None and len(ranked := rank_members(run, None)):
         best = int(ranked[0])
-        lines.append(f"  best     {scores[best]:.4g} by member {best} after {steps[best]} steps")
+        lines.append(f"  best     {scores[best]:.4g} by member {best} at step {steps[best]}")
     return "\n".join([*lines, f"  time     {run.seconds:.3g} s"])
-
-
-def _data_frame(columns: dict[str, Any]) -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError(missing_extra_message("Run.table(as_frame=True)", "pandas", "pandas")) from error
-    flat = {}
-    for name, values in columns.items():
-        for index in np.ndindex(values.shape[1:]):
-            flat[name + "".join(f"[{i}]" for i in index)] = values[:, *index]
-    return pandas.DataFrame(flat)
 
 
 def check_healthy(run: Run[Any], *, strict: bool = False) -> np.ndarray:
     """Warns of diverged members, or raises if all are, or any if `strict`. Returns which are not."""
     healthy = run.status != Status.DIVERGED
     if not healthy.all():
-        message = f"Members {_members_text(~healthy)} diverged and are left out."
+        message = f"Members {members_text(np.flatnonzero(~healthy))} diverged and are left out."
         if strict or not healthy.any():
             raise DivergedError(message, run)
         warn(message)
@@ -315,7 +320,7 @@ def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
     elif lost.any():
         at = ", ".join(map(str, run.stopped_at[lost][:8]))
         warn(
-            f"`fit`: members {_members_text(lost)} diverged, and keep their weights of step {at}: "
+            f"`fit`: members {members_text(np.flatnonzero(lost))} diverged, and keep their weights of step {at}: "
             "their losses or weights were not finite at the end of the next epoch."
         )
 
@@ -324,10 +329,5 @@ def warn_of_undefined(run: Run[Any]) -> None:
     """Warns of members whose validation score was never a number: `patience` stops them, and nothing is selected."""
     undefined = np.isinf(run.best_score) & np.isnan(to_host(run.train_state.score)) & (run.status != Status.DIVERGED)
     if undefined.any():
-        names = _members_text(undefined)
+        names = members_text(np.flatnonzero(undefined))
         warn(f"`fit`: the validation scores of members {names} are NaN: they keep their last weights.")
-
-
-def _members_text(mask: np.ndarray) -> str:
-    found = np.flatnonzero(mask)
-    return ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int8, Key
 
+from .._brief import known_values
 from .._ensemble import Ensemble, M, split_own, take
 from .._marks import Shared
 from .._pytree import PyTree
@@ -200,7 +201,22 @@ class TrainState(eqx.Module, Generic[M]):
     def __pdoc__(self, **_: Any) -> Any:
         from wadler_lindig import TextDoc
 
-        return TextDoc(f"TrainState[{type(self.ensemble.stacked).__name__}](num_members={self.status.shape[:1]})")
+        status, text = known_values(self.status), f"num_members={np.shape(self.status)[:1]}"
+        if status is not None and status.ndim == 1:
+            text = f"num_members={len(status)}, step={np.max(self.step)}, status={status_text(status)}"
+        return TextDoc(f"TrainState[{type(self.ensemble.stacked).__name__}]({text})")
+
+
+def status_text(status: np.ndarray) -> str:
+    """The number of members of each status, and which they are: `6 ok, 1 stopped (2), 1 diverged (5)`."""
+    found = [(one, np.flatnonzero(status == one)) for one in Status]
+    names = lambda one, here: "" if one is Status.OK else f" ({members_text(here)})"
+    return ", ".join(f"{len(here)} {one!s}{names(one, here)}" for one, here in found if len(here))
+
+
+def members_text(members: np.ndarray) -> str:
+    """The first members of some: `0, 3, 5`."""
+    return ", ".join(map(str, members[:8])) + (", ..." if len(members) > 8 else "")
 
 
 class Weights(NamedTuple):

@@ -47,7 +47,7 @@ class Metrics(eqx.Module):
 class Step:
     """A compiled training step; see [`eqx_ensemble.train.make_step`][]."""
 
-    task: Task
+    task: Task = dataclasses.field(repr=False)
     plan: AnyPlan
 
     @allow_nan()

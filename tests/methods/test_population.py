@@ -259,11 +259,12 @@ METHODS = {"slow": method(0.01), "fast": method(0.1)}
 
 @pytest.fixture(scope="module")
 def columns():
-    return compare(METHODS, ALL, SCORES, folds=FOLDS, seeds=2, key=KEY)
+    found = compare(METHODS, ALL, SCORES, folds=FOLDS, seeds=2, key=KEY)
+    return {name: np.asarray(found[name]) for name in found}
 
 
 def test_the_loops_by_hand(columns):
-    assert list(columns) == ["method", "seed", "fold", "seconds", "rmse", "crps"]
+    assert list(columns) == ["method", "seed", "fold", "compile_seconds", "run_seconds", "rmse", "crps"]
     expected = []
     for seed in range(2):
         for fold in range(3):
@@ -272,7 +273,14 @@ def test_the_loops_by_hand(columns):
             for name, one in METHODS.items():
                 found = one((ALL[0][train], ALL[1][train]), key)(ALL[0][test])
                 expected.append((name, seed, fold, *(float(fn(found, ALL[1][test])) for fn in SCORES.values())))
-    assert list(zip(*(columns[name] for name in columns if name != "seconds"), strict=True)) == expected
+    assert list(zip(*(columns[name] for name in columns if "seconds" not in name), strict=True)) == expected
+
+
+def test_the_first_fit_compiles_and_later_ones_run(columns):
+    first, *later = columns["compile_seconds"][::2]
+    assert first > max(later)
+    assert (columns["compile_seconds"] >= 0).all()
+    assert (columns["run_seconds"] > 0).all()
 
 
 def test_paired_differences_are_those_of_numpy(columns):

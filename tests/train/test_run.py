@@ -1,6 +1,7 @@
 """The best members of a run, and its table."""
 
 import re
+import sys
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
+from eqx_ensemble._table import table_of
 
 from ..factories import mse
 
@@ -44,9 +46,21 @@ def test_by_scores_of_ones_own():
         run.best(by=[1, 2], mode="min")
 
 
-def test_as_a_frame():
-    pandas = pytest.importorskip("pandas")
-    frame = swept().table(as_frame=True)
+NAMES = ["member", "betas[0]", "betas[1]", "lr", "loss", "status", "stopped_at"]
+
+
+def test_a_table_with_pandas_and_without(monkeypatch):
+    pandas, run = pytest.importorskip("pandas"), swept()
+    frame = run.table()
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    table = run.table()
     assert isinstance(frame, pandas.DataFrame)
-    assert list(frame.columns) == ["member", "betas[0]", "betas[1]", "lr", "loss", "status", "stopped_at"]
-    assert frame.loc[2, "status"] == "diverged"
+    assert list(frame) == list(table) == NAMES
+    for name in NAMES:
+        np.testing.assert_array_equal(np.asarray(frame[name]), table[name])
+    first, *lines = repr(table).splitlines()
+    assert first.split() == NAMES
+    assert lines[2].split() == ["2", "0.9", "0.9", "inf", "4.897", "diverged", "0"]
+    assert {len(line) for line in lines} == {len(first)}
+    assert "<tr><th>member</th><th>betas[0]</th>" in table._repr_html_()
+    assert len(repr(table_of({"x": np.arange(50)})).splitlines()) == 22  # with the names and an ellipsis

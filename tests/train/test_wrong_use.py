@@ -27,7 +27,7 @@ def ensemble():
     return ee.build(lambda key: eqx.nn.MLP(3, 1, 8, 1, key=key), MEMBERS, key=KEY)
 
 
-def fit(data=(X, Y), optimiser=None, **options):
+def fit(data=(X, Y), optimiser=None, loss=loss, **options):
     return ee.fit(ensemble(), loss, optimiser or optax.sgd(1e-2), data, **({"epochs": 1, "key": KEY} | options))
 
 
@@ -47,7 +47,16 @@ WRONG = {
     ),
     "a function of no hyper-parameters": (lambda: fit(optimiser=optax.adam), TypeError, "needs `hyper=`; got none"),
     "a rate for an optimiser": (lambda: fit(optimiser=1e-2), TypeError, "must be an optax optimiser"),
-    "no data": (lambda: fit(None), ValueError, "draws its own points"),
+    "no data": (lambda: fit(()), ValueError, "without data"),
+    "a loss without a key": (
+        lambda: fit(loss=lambda model, batch: 0.0), TypeError, r"\(model, batch, key\)`. `<lambda>` cannot"
+    ),
+    "out-of-bag rows of other data": (
+        lambda: fit(rows=np.zeros((MEMBERS, 8), int)).out_of_bag(X[:6]), ValueError, "all 8 rows .* got 6",
+    ),
+    "samples of an ensemble": (
+        lambda: ee.methods.trajectory.sample(ensemble(), 2, key=KEY), TypeError, "a run or a training state",
+    ),
     "out-of-bag rows of several outputs": (
         lambda: fit(rows=np.zeros((MEMBERS, 8), int)).out_of_bag(X, fn=lambda m, x: (m(x), x)), TypeError, "one output",
     ),

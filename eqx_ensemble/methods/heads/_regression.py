@@ -7,6 +7,7 @@ from jax.scipy.stats import norm
 from jaxtyping import Array, Float
 
 from ..._boundary import array_function, kinds
+from ..._brief import brief_repr
 from ..._check import value_error
 from ..._leaves import as_column
 from ..._weighting import mixture_moments
@@ -31,6 +32,8 @@ class NormalInverseGamma(NamedTuple):
     nu: Float[Array, "..."]
     alpha: Float[Array, "..."]
     beta: Float[Array, "..."]
+
+    __repr__ = brief_repr
 
 
 @array_function
@@ -194,6 +197,8 @@ class MixtureDensity(NamedTuple):
     mean: Float[Array, "... components"]
     variance: Float[Array, "... components"]
 
+    __repr__ = brief_repr
+
 
 class MixtureComponents(NamedTuple):
     """The components of all members, as separate members with one weight per row.
@@ -204,6 +209,8 @@ class MixtureComponents(NamedTuple):
     mean: Float[Array, "components ..."]
     variance: Float[Array, "components ..."]
     weights: Float[Array, "components ..."]
+
+    __repr__ = brief_repr
 
 
 @array_function
@@ -238,7 +245,7 @@ def mixture_density(raw: kinds.Outputs, *, floor: kinds.Amount = 1e-6) -> Mixtur
 
 @array_function
 def mixture_density_moments(
-    logits: kinds.Outputs, mean: kinds.OutputPoints, variance: kinds.OutputVariances
+    logits: kinds.OutputLogits, mean: kinds.OutputPoints, variance: kinds.OutputVariances
 ) -> Gaussian:
     r"""Mean and variance of each mixture: $\sum_k \pi_k \mu_k$, and $\sum_k \pi_k (\sigma_k^2 + (\mu_k - \mu)^2)$.
 
@@ -290,7 +297,7 @@ def mixture_components(
 
 @array_function
 def mixture_density_loss(
-    logits: kinds.Outputs,
+    logits: kinds.OutputLogits,
     mean: kinds.OutputPoints,
     variance: kinds.OutputVariances,
     targets: kinds.Targets,

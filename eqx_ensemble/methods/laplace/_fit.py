@@ -155,8 +155,9 @@ def _shape_of_outputs(model: PyTree, x: PyTree, y: Any, state: Any, fn: Any, lik
     fitting = [()] if likelihood == "classification" else [shape, (), (1,)] if math.prod(shape) == 1 else [shape]
     got = y.value.shape[2:] if isinstance(y, Each) else y.shape[1:]
     if got not in fitting:  # they would be broadcast
+        fix = "Nothing is broadcast." if got != shape else "One-hot labels? Pass `jnp.argmax(y, axis=-1)`."
         got = f"expected (rows, *{fitting[0]}), got (rows, *{got})"
-        raise _check.value_error("one label per row, or one target per output and row", got, "Nothing is broadcast.")
+        raise _check.value_error("one label per row, or one target per output and row", got, fix)
     return shape
 
 

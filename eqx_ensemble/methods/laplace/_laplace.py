@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from ... import _check, _keys
 from ..._boundary import array_function, kinds
+from ..._brief import brief_repr
 from ..._caller import caller
 from ..._ensemble import Ensemble, take
 from ..._map import map_members
@@ -35,6 +36,8 @@ class Outputs(NamedTuple):
 
     mean: Float[Array, "*batch out"]
     covariance: Float[Array, "*batch out out"]
+
+    __repr__ = brief_repr
 
 
 class Setting(NamedTuple):

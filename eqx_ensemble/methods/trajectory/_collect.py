@@ -16,6 +16,7 @@ from ..._pytree import PyTree
 from ..._warnings import warn
 from ...distributed import to_host
 from ...train import TrainState
+from ...train._run import Run
 from ...train._state import with_weights
 from ._record import Copies, Mean, Moments, RecordState
 
@@ -197,6 +198,9 @@ def _kept_weights(run: Any) -> tuple[TrainState, RecordState, np.ndarray]:
 
 def _find_record(run: Any, kinds: tuple[type, ...], wrappers: str) -> tuple[TrainState, RecordState]:
     """The training state of a run, and the record of its optimiser by one of these wrappers."""
+    if not isinstance(run, Run | TrainState):
+        said = f"`{caller()}` needs a run or a training state, with the optimiser's record; got `{type(run).__name__}`."
+        raise TypeError(f"{said}\nPass what `fit` returned: `run`, not `run.ensemble`.")
     state = run if isinstance(run, TrainState) else run.train_state
     found = [x for x in _records(state.opt_state) if isinstance(x.record, kinds)]
     if len(found) != 1:
