@@ -68,12 +68,13 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """The results of a script: rows of ratios, the times behind them, and facts as text."""
+    """The results of a script: rows of ratios, the times behind them, facts, and tables in Markdown."""
 
     title: str
     rows: list[Row] = dataclasses.field(default_factory=list)
     timings: list[Timing] = dataclasses.field(default_factory=list)
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    text: str = ""
 
 
 def interleaved(contenders: Iterable[Contender], *, rounds: int) -> dict[str, Timing]:
@@ -211,6 +212,8 @@ def printed(report: Report, found: dict[str, Any]) -> None:
         low, median, high = np.quantile(timing.wall, (0.25, 0.5, 0.75)) * 1e3
         cpu = np.median(timing.cpu) * 1e3
         cells.append([timing.name, f"{median:.4g}", f"{low:.4g} to {high:.4g}", f"{cpu:.4g}"])
+    if report.text:
+        print(report.text)
     if cells:
         print("\n" + table(["ms per unit, this machine only", "wall", "quartiles", "CPU"], cells))
     if report.rows:
