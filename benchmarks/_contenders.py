@@ -83,7 +83,7 @@ class Heads(eqx.Module):
 def heads_on_a_trunk(task: Task) -> Fitted:
     count = task.amount.members
     norm = lambda model: squared_norm(model.trunk) + squared_norm(model.heads, count, lambda leaf: True)
-    ensemble = task.build(1, ft.partial(Heads, task.sizes, count))
+    ensemble = task.build(1, lambda key: Heads(task.sizes, count, key=key))
     ensemble = task.fit(ensemble, loss=with_prior(nll, norm)).ensemble
     predict = lambda x: task.mixture(np.moveaxis(np.asarray(ee.predict(ensemble, x))[0], 1, 0))
     return Fitted(predict, num_weights(ensemble.stacked))
@@ -145,7 +145,7 @@ def mc_dropout(task: Task, rates: tuple[float, ...] = (0.05, 0.1, 0.2, 0.5)) -> 
     """One member with dropout, in as many passes as there are draws; its rate is chosen by validation rows."""
     at = lambda model, rate: eqx.tree_at(lambda net: net.dropout.p, model, rate)
     loss = lambda model, batch, key, hyper: with_prior(nll)(at(model, hyper["rate"]), batch, key, hyper)
-    ensemble = ee.stack([task.build(1, ft.partial(Net, task.sizes, 0.1))[0]] * len(rates))
+    ensemble = ee.stack([task.build(1, lambda key: Net(task.sizes, 0.1, key=key))[0]] * len(rates))
     run = task.fit(ensemble, loss=loss, hyper={"rate": jnp.array(rates)}, steps=task.amount.all_steps // len(rates))
     keys = jax.random.split(task.key, task.amount.draws)
 
@@ -242,14 +242,12 @@ METHODS: dict[str, Method] = {
     "Laplace of seeds": lambda task: post.laplace(task, task.amount.members),
     "SNGP": post.spectral_gaussian_process,
     "SVGD": post.svgd,
-    "repulsion of outputs": post.repulsion_of_outputs,
     "BatchEnsemble": ft.partial(joint, kind="batch_ensemble", count=0, long=False),
     "TabM": ft.partial(joint, kind="tabm", count=0, long=False),
     "packed": ft.partial(joint, kind="packed_ensemble", count=4),
     "Masksembles": ft.partial(joint, kind="masksembles", count=4, rows="split"),
     "MIMO": ft.partial(joint, kind="mimo", count=3, rows="shuffle"),
     "evidential": post.evidential,
-    "mixture density": post.mixture_density,
     "the base": lambda task: of_members(task, ee.stack([task.base])),
     "whole copies": ft.partial(tuned, make=copies),
     "one whole copy": ft.partial(tuned, make=copies, group=1),

@@ -89,17 +89,6 @@ def _sklearn(num_classes: int, *, images: bool = False) -> Callable[[str], Data]
     return make
 
 
-def _mlxtend(function: str, num_classes: int = 0, *, images: bool = False) -> Callable[[str], Data]:
-    def make(name: str) -> Data:
-        import mlxtend.data
-
-        x, y = getattr(mlxtend.data, function)()
-        x = x[:, np.isfinite(x).all(axis=0)]  # names of cars are read as NaN
-        return Data(name, x, y.astype(np.int32) if num_classes else y, num_classes, images)
-
-    return make
-
-
 def _known_digits(name: str) -> Data:
     """The other digits, 8 and 9, are unknown."""
     digits = _sklearn(10, images=True)("digits")
@@ -144,14 +133,11 @@ def _sea(name: str) -> Data:
 
 LOADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "diabetes": ("sklearn", _sklearn(0)),
-    "miles per gallon": ("mlxtend", _mlxtend("autompg_data")),
-    "housing": ("mlxtend", _mlxtend("boston_housing_data")),
     "El Nino": ("statsmodels", _sea),
     "doctor visits": ("statsmodels", _visits),
     "breast cancer": ("sklearn", _sklearn(2)),
     "wine": ("sklearn", _sklearn(3)),
     "digits": ("sklearn", _sklearn(10, images=True)),
-    "MNIST-5k": ("mlxtend", _mlxtend("mnist_data", 10, images=True)),
     "digits 0 to 7": ("sklearn", _known_digits),
     "tilted digits": ("scipy", _tilted_digits),
 }

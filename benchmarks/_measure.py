@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -115,22 +114,6 @@ def counted(question: str, what: str, found: int, tries: int, *, target: str = "
     return Row(question, f"{what}, of {tries}", float(found), None, None, None, target)
 
 
-def gemm(name: str, rows: int, inner: int, columns: int) -> tuple[Contender, int]:
-    """The machine's own matrix product `(rows, inner) @ (inner, columns)`, and its floating-point operations."""
-    a, b = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((rows, inner), (inner, columns))))
-    product = jax.jit(jnp.matmul)
-    flops = 2 * rows * inner * columns
-    repeats = max(1, int(2e9) // flops)  # long enough for the clock
-    return Contender(name, lambda: [product(a, b) for _ in range(repeats)], repeats), flops
-
-
-def copying(name: str, megabytes: int) -> tuple[Contender, int]:
-    """The machine's own copy of a large array, and the bytes that it reads and writes."""
-    x = jax.random.normal(jax.random.key(0), (megabytes * 2**18,))
-    copy = jax.jit(lambda x: x + 1)
-    return Contender(name, lambda: copy(x)), 2 * x.nbytes
-
-
 def device_name() -> str:
     """The accelerator's name, or the processor's."""
     device = jax.devices()[0]
@@ -144,7 +127,7 @@ def device_name() -> str:
 def environment() -> dict[str, Any]:
     """What a result depends on in addition to the code."""
     versions = {}
-    for name in ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy", "torch", "flax", "scikit-learn"):
+    for name in ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy", "torch", "scikit-learn"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -193,13 +176,12 @@ def rows_table(rows: Iterable[Row]) -> str:
 
 
 def environment_lines(found: dict[str, Any]) -> str:
-    """The environment in two lines."""
+    """The environment in two lines, and the seconds that a script took."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     load = "" if found["load"] is None else f"; load {found['load']:.1f} at the end"
-    return (
-        f"{found['device']}; {found['cores']} of {found['cores of the machine']} cores{load}; {found['date']}\n"
-        f"Python {found['python']}, {versions}"
-    )
+    cores = f"{found['cores']} of {found['cores of the machine']} cores"
+    first = f"{found['device']}; {cores}{load}; {found['date']}; {found['seconds']} s"
+    return f"{first}\nPython {found['python']}, {versions}"
 
 
 def printed(report: Report, found: dict[str, Any]) -> None:
@@ -227,12 +209,14 @@ def as_json(report: Report) -> dict[str, Any]:
     return {"title": report.title, "facts": report.facts, "rows": rows, "seconds per unit": timings}
 
 
-def saved(name: str, results: Any, found: dict[str, Any]) -> pathlib.Path:
-    """Writes results under the date and the device's name."""
+def saved(name: str, report: Report, found: dict[str, Any]) -> pathlib.Path:
+    """Writes results under the date and the device's name; tables in Markdown beside them."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found["device"]).strip("-")
-    path = RESULTS / f"{found['date'][:10]}-{device}-{name}.json"
+    path = RESULTS / f"{found['date'][:10]}-{device}-{name.replace(' ', '_')}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"environment": found, "results": results}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": found, "results": as_json(report)}, indent=1) + "\n")
+    if report.text:
+        path.with_suffix(".md").write_text(f"# {report.title}\n\n{environment_lines(found)}\n{report.text}")
     return path
 
 
@@ -245,42 +229,22 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def script(
-    measure: Callable[..., Report],
-    *,
-    amount: tuple[str, float, float] | None = None,
-    parts: Sequence[str] = (),
-    cores: int = 1,
-) -> None:
-    """The `main` of a script: measures, prints, and writes JSON if asked to.
-
-    `amount` is a flag for the amount of work: its name, its default and its default with `--quick`. `parts` can be
-    measured alone.
-    """
-    name = pathlib.Path(measure.__code__.co_filename).stem
+def script(measure: Callable[..., Report], *, parts: Sequence[str] = (), cores: int = 1) -> None:
+    """The `main` of a script, whose `parts` can be measured alone: measures, prints, and writes JSON if asked to."""
+    name, start = pathlib.Path(measure.__code__.co_filename).stem, time.perf_counter()
     parser = flags()
     parser.add_argument("--json", type=pathlib.Path, help="also write JSON to this file")
-    if amount is not None:
-        flag, usual, quick = amount
-        text = f"how many (default: {usual}; {quick} with --quick)"
-        parser.add_argument(f"--{flag}", type=type(usual), dest="amount", help=text)
     if parts:
         parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="measure these alone")
     options = parser.parse_args()
     stay_on(cores if options.cores is None else options.cores)
-    if parts:
-        report = measure(options.quick, options.parts)
-        name = "-".join([name, *(options.parts if options.parts != parts else ())])
-    elif amount is None:
-        report = measure(options.quick)
-    else:
-        usual = quick if options.quick else usual
-        report = measure(options.quick, usual if options.amount is None else options.amount)
+    report = measure(options.quick, options.parts) if parts else measure(options.quick)
     if options.quick:  # the smallest sizes do not measure speed
         report.rows = [row if row.low is None else dataclasses.replace(row, target="") for row in report.rows]
-    found = environment()
+    found = environment() | {"seconds": round(time.perf_counter() - start)}
     printed(report, found)
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": found, "results": as_json(report)}))
     if options.save:
-        print(f"\nsaved to {saved(name, as_json(report), found)}")
+        name = "-".join([name, *(options.parts if parts and options.parts != parts else ())])
+        print(f"\nsaved to {saved(name, report, found)}")

@@ -1,7 +1,7 @@
 """The same training in other libraries, which may be absent: the caller reports `import` errors."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx

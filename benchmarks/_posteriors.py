@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
-from _task import Fitted, Net, Task, nll, num_weights, of_members, row_losses, squared_norm, with_prior
+from _task import Fitted, Net, Task, make_net, nll, num_weights, of_members, row_losses, squared_norm, with_prior
 
 import eqx_ensemble as ee
 
@@ -56,7 +56,7 @@ def laplace(task: Task, num_members: int = 1) -> Fitted:
     sizes = task.sizes if classes else (*task.sizes[:-1], 1)
     squares = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2) / (2 * noise**2)
     loss, data = (with_prior(nll), (x, y)) if classes else (with_prior(squares), (x, y[:, None]))
-    run = task.fit(task.build(num_members, ft.partial(Net, sizes)), loss=loss, data=data, long=num_members == 1)
+    run = task.fit(task.build(num_members, make_net(sizes)), loss=loss, data=data, long=num_members == 1)
     options = {"likelihood": "classification"} if classes else {"likelihood": "regression", "noise": noise}
     posterior = m.laplace.fit(run, data, where=lambda model: model.layers[-1], **options)
     choices = [posterior.optimise_prior(fit_noise=not classes)]
@@ -116,32 +116,6 @@ def svgd(task: Task) -> Fitted:
     return of_members(task, state.ensemble)
 
 
-def repulsion_of_outputs(task: Task) -> Fitted:
-    """Members repelled by what they predict for the batch, and for as many rows of noise."""
-    shape, num_rows, adam = (task.amount.batch_size, task.sizes[0]), task.num_rows, task.amount.adam
-    noise = np.random.default_rng(task.fold).normal(size=shape).astype(np.float32)
-    params, fixed = eqx.partition(task.build().stacked, eqx.is_inexact_array)
-
-    def loss(outputs: Any, y: Any) -> Any:
-        """With a prior of outputs of the order 1, of which every row has its share."""
-        return jnp.mean(jax.vmap(row_losses)(outputs[: len(y)], y)) + jnp.sum(outputs**2) / (2 * num_rows)
-
-    def step(state: Any, batch: Any) -> tuple[Any, None]:
-        (params, opt_state), (x, y) = state, batch
-        x = jnp.concatenate([x, noise])
-        outputs, pull_back = jax.vjp(jax.vmap(lambda params: jax.vmap(eqx.combine(params, fixed))(x)), params)
-        gradients = jax.vmap(lambda outputs: jax.grad(loss)(outputs, y))(outputs)
-        flat = lambda x: x.reshape(len(x), -1)
-        directions = m.particles.wgd(flat(outputs), -num_rows * flat(gradients)).reshape(outputs.shape)
-        updates, opt_state = adam.update(pull_back(-directions / num_rows)[0], opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
-    state, epoch = (params, adam.init(params)), jax.jit(lambda state, batches: jax.lax.scan(step, state, batches)[0])
-    for batches in _epochs(task):
-        state = epoch(state, batches)
-    return of_members(task, ee.from_stacked(eqx.combine(state[0], fixed)))
-
-
 def _epochs(task: Task) -> Iterator[Any]:
     """The batches of every epoch in a random order; what does not fill a batch waits for the next epoch."""
     rng, (x, y), size = np.random.default_rng(task.fold), task.split.train, task.amount.batch_size
@@ -154,8 +128,12 @@ def _epochs(task: Task) -> Iterator[Any]:
 def evidential(task: Task) -> Fitted:
     """A Dirichlet distribution for classes, a Student t for real targets."""
     if not task.num_classes:
-        loss = lambda raw, y: m.heads.evidential_loss(*m.heads.normal_inverse_gamma(raw, floor=1e-3), y)
-        return _with_head(task, 4, loss, _student_t)
+        head = lambda raw: m.heads.normal_inverse_gamma(raw, floor=1e-3)
+        loss = lambda model, batch, key: m.heads.evidential_loss(*head(jax.vmap(model)(batch[0])), batch[1])
+        ensemble = task.build(1, make_net((*task.sizes[:-1], 4)))
+        ensemble = task.fit(ensemble, loss=with_prior(loss), long=True).ensemble
+        predict = lambda x: _student_t(*head(np.asarray(ee.predict(ensemble, x))))
+        return Fitted(predict, num_weights(ensemble.stacked))
 
     def loss_of_classes(model: Any, batch: Any, key: Any, hyper: Any) -> Any:
         concentration = m.heads.dirichlet(jax.vmap(model)(batch[0]))
@@ -172,31 +150,9 @@ def evidential(task: Task) -> Fitted:
     return Fitted(predict, num_weights(state.ensemble.stacked))
 
 
-def mixture_density(task: Task) -> Fitted | None:
-    """Three Gaussians; for real targets."""
-    loss = lambda raw, y: m.heads.mixture_density_loss(*m.heads.mixture_density(raw, floor=1e-3), y)
-    return None if task.num_classes else _with_head(task, 9, loss, _components)
-
-
-def _with_head(task: Task, num_outputs: int, head_loss: Any, predictive: Any) -> Fitted:
-    loss = with_prior(lambda model, batch, key: head_loss(jax.vmap(model)(batch[0]), batch[1]))
-    ensemble = task.build(1, ft.partial(Net, (*task.sizes[:-1], num_outputs)))
-    ensemble = task.fit(ensemble, loss=loss, long=True).ensemble
-    return Fitted(lambda x: predictive(np.asarray(ee.predict(ensemble, x))), num_weights(ensemble.stacked))
-
-
-def _student_t(raw: np.ndarray, num_components: int = 64) -> tuple[np.ndarray, np.ndarray]:
+def _student_t(*parts: Any, num_components: int = 64) -> tuple[np.ndarray, np.ndarray]:
     """As a mixture of Gaussians: at equally likely quantiles of their variance."""
-    mean, nu, alpha, beta = (np.asarray(part, float)[0] for part in m.heads.normal_inverse_gamma(raw, floor=1e-3))
+    mean, nu, alpha, beta = (np.asarray(part, float)[0] for part in parts)
     levels = (np.arange(num_components) + 0.5) / num_components
     variance = scipy.stats.invgamma.ppf(levels[:, None], alpha, scale=beta * (1 + 1 / nu))
     return np.broadcast_to(mean, variance.shape).astype(np.float32), variance.astype(np.float32)
-
-
-def _components(raw: np.ndarray, num_components: int = 100) -> tuple[np.ndarray, np.ndarray]:
-    """As a mixture of equally likely Gaussians: each component as often as its weight says, to the nearest."""
-    mean, variance, weights = map(np.asarray, m.heads.mixture_components(*m.heads.mixture_density(raw, floor=1e-3)))
-    ends = np.cumsum(weights, axis=0) / weights.sum(axis=0)
-    levels = (np.arange(num_components) + 0.5) / num_components
-    index = (levels[:, None, None] > ends[None, :-1]).sum(axis=1)
-    return np.take_along_axis(mean, index, axis=0), np.take_along_axis(variance, index, axis=0)

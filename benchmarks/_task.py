@@ -1,4 +1,4 @@
-"""What all methods share: a split of data, members, the loss with its prior, the number of steps, and what they give."""
+"""What all methods share: data, members, the loss with its prior, the number of steps, and what they give."""
 
 import dataclasses
 import functools as ft
@@ -123,8 +123,7 @@ class Task:
 
     def build(self, num_members: int | None = None, make: Any = None) -> ee.Ensemble:
         """Fresh members, the same at every call."""
-        make = ft.partial(Net, self.sizes) if make is None else make
-        return ee.build(lambda key: make(key=key), num_members or self.amount.members, key=self.key)
+        return ee.build(make or make_net(self.sizes), num_members or self.amount.members, key=self.key)
 
     def fit(
         self, ensemble: Any, optimiser: Any = None, *, loss: Any = None, data: Any = None, **options: Any
@@ -213,6 +212,12 @@ class Net(eqx.Module):
         for layer, layer_key in zip(hidden, keys, strict=True):
             x = self.dropout(jax.nn.relu(layer(x)), key=layer_key)
         return last(x)
+
+
+@ft.cache
+def make_net(sizes: tuple[int, ...]) -> Any:
+    """One function for all folds: one compiled program."""
+    return lambda key: Net(sizes, key=key)
 
 
 def as_gaussian(outputs: Any) -> tuple[Any, Any]:

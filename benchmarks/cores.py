@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,28 +19,15 @@ from _problems import Problem, cnn, middle, tiny
 import eqx_ensemble as ee
 from eqx_ensemble._cores import num_cores
 
-STAT = pathlib.Path("/proc/stat")
-
 
 def measure(quick: bool, parts: Sequence[str]) -> Report:
     report = Report("Training on the cores of a CPU")
     report.facts["cores"] = str(num_cores())
     for part in [part for part in parts if part != "one core"]:
-        before = _busy()
         PARTS[part](report, quick=quick)
-        others, seconds = (after - start for after, start in zip(_busy(), before, strict=True))
-        report.facts[f"{part}: cores that others kept busy"] = f"{others / seconds:.2f}" if STAT.exists() else "unknown"
     if "one core" in parts:
         _on_one_core(report, quick=quick)
     return report
-
-
-def _busy() -> tuple[float, float]:
-    """The seconds that all cores were busy for other processes, and a clock's; workers of joblib count as others."""
-    ticks = [int(x) for x in STAT.read_text().split("\n")[0].split()[1:9]] if STAT.exists() else [0] * 8
-    own = os.times()
-    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(own[:4]), time.perf_counter()
 
 
 def _tiny(report: Report, *, quick: bool) -> None:
