@@ -91,20 +91,25 @@ def scan_with_patience(problem: Problem, held_out: tuple[np.ndarray, np.ndarray]
     return train
 
 
-def idiomatic(problem: Problem) -> Train:
-    """A `filter_jit` of a `filter_vmap`ped step per batch, batches made on the host: as the Equinox docs suggest."""
-    first, optimiser = problem.ensemble().stacked, problem.adam
+def step_of_one(problem: Problem) -> Any:
+    """A step of one model on a batch."""
 
-    @eqx.filter_jit
-    @eqx.filter_vmap
     def step(model: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
         updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), opt_state, loss
 
+    optimiser = problem.adam
+    return step
+
+
+def idiomatic(problem: Problem) -> Train:
+    """A `filter_jit` of a `filter_vmap`ped step per batch, batches made on the host: as the Equinox docs suggest."""
+    first, step = problem.ensemble().stacked, eqx.filter_jit(eqx.filter_vmap(step_of_one(problem)))
+
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
         models, losses = first, []
-        opt_state = eqx.filter_vmap(optimiser.init)(eqx.filter(models, eqx.is_inexact_array))
+        opt_state = eqx.filter_vmap(problem.adam.init)(eqx.filter(models, eqx.is_inexact_array))
         for rows in rows_of_epochs:
             for own in rows:
                 models, opt_state, loss = step(models, opt_state, (problem.x[own], problem.y[own]))
@@ -116,17 +121,10 @@ def idiomatic(problem: Problem) -> Train:
 
 def loop_of_members(problem: Problem) -> Train:
     """A Python loop over members; each step of a member is a call of one `filter_jit`ted function."""
-    first, optimiser = problem.ensemble().unstack(), problem.adam
-
-    @eqx.filter_jit
-    def step(model: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
-        updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
-        return eqx.apply_updates(model, updates), opt_state, loss
+    first, step, init = problem.ensemble().unstack(), eqx.filter_jit(step_of_one(problem)), problem.adam.init
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
-        members = [(model, optimiser.init(eqx.filter(model, eqx.is_inexact_array))) for model in first]
-        losses = []
+        members, losses = [(model, init(eqx.filter(model, eqx.is_inexact_array))) for model in first], []
         for rows in rows_of_epochs:
             for own in rows:
                 for i, member in enumerate(members):

@@ -15,6 +15,8 @@ from _task import Fitted, Net, Task, as_gaussian, nll, num_weights, of_members, 
 import eqx_ensemble as ee
 
 m = ee.methods
+OWN = ("batch_ensemble", "tabm", "packed_ensemble")
+"""Conversions whose sub-members have weights of their own along a leading axis."""
 Method = Callable[[Task], Fitted | None]
 
 
@@ -175,18 +177,11 @@ def joint(task: Task, kind: str, count: int, rows: Any = "same", *, long: bool =
         own, convert = jax.random.split(key)
         return getattr(m.efficient, kind)(Net(task.sizes, key=own), count, key=convert)
 
-    def is_own(leaf: Any) -> bool:
-        """Whether an array belongs to sub-members, one by one: in MIMO, the parts for their inputs and outputs."""
-        if kind == "mimo":
-            first, end = count * task.sizes[0], count * task.sizes[-1]
-            return leaf.ndim == 2 and (leaf.shape[1] == first or leaf.shape[0] == end)
-        return kind != "masksembles" and leaf.shape[0] == count
-
     def norm(model: Any) -> Any:
         weights = eqx.filter(model, eqx.is_inexact_array)
         labels = m.efficient.weight_labels(weights)
         slow = jax.tree.map(lambda w, label: w if label == "slow" else None, weights, labels)
-        return squared_norm(slow, count, is_own)
+        return squared_norm(slow, count, lambda leaf: kind in OWN and leaf.shape[0] == count)
 
     ensemble = task.fit(task.build(1, make), loss=with_prior(mean_loss, norm), long=long).ensemble
     predict = lambda x: task.mixture(m.efficient.as_members(np.asarray(ee.predict(ensemble, x))))

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -218,6 +219,16 @@ def saved(name: str, report: Report, found: dict[str, Any]) -> pathlib.Path:
     if report.text:
         path.with_suffix(".md").write_text(f"# {report.title}\n\n{environment_lines(found)}\n{report.text}")
     return path
+
+
+def module_at(path: pathlib.Path) -> Any:
+    """A module that is no script's neighbour, after its run."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def flags() -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """The same training in other libraries, which may be absent: the caller reports `import` errors."""
 
+import itertools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -12,16 +13,15 @@ from _problems import CNN, Problem, mean_squared_error
 
 
 def torch_func(problem: Problem, *, threads: int = 1) -> Train:
-    """`torch.func.stack_module_state` and `vmap(grad)`, on a GPU where jax uses one.
+    """`torch.func.stack_module_state` and `vmap(grad)`.
 
     Adam works element by element, so that torch's own, on stacked parameters, is every member's.
     """
     import torch
 
     torch.set_num_threads(threads)
-    device = _torch_device(torch)
-    module, first = _torch_members(problem, torch, device)
-    x, y = _torch_data(problem, torch, device)
+    module, first = _torch_members(problem, torch)
+    x, y = _torch_data(problem, torch)
 
     def loss_of(params: Any, x: Any, y: Any) -> Any:
         loss = _torch_loss(problem, torch, torch.func.functional_call(module, params, (x,)), y)
@@ -34,13 +34,13 @@ def torch_func(problem: Problem, *, threads: int = 1) -> Train:
         optimiser = torch.optim.Adam(params.values(), lr=problem.learning_rate, fused=True)
         losses = []
         for rows in rows_of_epochs:
-            for own in torch.from_numpy(rows).to(device).long():
+            for own in torch.from_numpy(rows).long():
                 grads, loss = gradients(params, x[own], y[own])
                 for name, p in params.items():
                     p.grad = grads[name]
                 optimiser.step()
                 losses.append(loss)
-        return [loss.cpu().numpy() for loss in losses]
+        return [loss.numpy() for loss in losses]
 
     return train
 
@@ -50,10 +50,9 @@ def torch_loop(problem: Problem, *, threads: int = 1) -> Train:
     import torch
 
     torch.set_num_threads(threads)
-    device = _torch_device(torch)
-    _, first = _torch_members(problem, torch, device)
-    x, y = _torch_data(problem, torch, device)
-    members = [_torch_module(problem, torch).to(device) for _ in range(problem.num_members)]
+    _, first = _torch_members(problem, torch)
+    x, y = _torch_data(problem, torch)
+    members = [_torch_module(problem, torch) for _ in range(problem.num_members)]
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
         optimisers = []
@@ -62,7 +61,7 @@ def torch_loop(problem: Problem, *, threads: int = 1) -> Train:
             optimisers.append(torch.optim.Adam(member.parameters(), lr=problem.learning_rate, fused=True))
         losses = []
         for rows in rows_of_epochs:
-            steps = torch.from_numpy(rows).to(device).long()
+            steps = torch.from_numpy(rows).long()
             for i, (member, optimiser) in enumerate(zip(members, optimisers, strict=True)):
                 for own in steps[:, i]:
                     loss = _torch_loss(problem, torch, member(x[own]), y[own])
@@ -70,18 +69,14 @@ def torch_loop(problem: Problem, *, threads: int = 1) -> Train:
                     loss.backward()
                     optimiser.step()
                     losses.append(loss.detach())
-        found = np.array([loss.cpu().numpy() for loss in losses])
+        found = np.array([loss.numpy() for loss in losses])
         return [found.reshape(-1, problem.num_members, problem.steps_per_epoch).swapaxes(1, 2)]
 
     return train
 
 
-def _torch_device(torch: Any) -> str:
-    return "cuda" if jax.default_backend() == "gpu" and torch.cuda.is_available() else "cpu"
-
-
-def _torch_data(problem: Problem, torch: Any, device: str) -> tuple[Any, Any]:
-    x, y = (torch.from_numpy(a).to(device) for a in (problem.x, problem.y))
+def _torch_data(problem: Problem, torch: Any) -> tuple[Any, Any]:
+    x, y = torch.from_numpy(problem.x), torch.from_numpy(problem.y)
     return x, y if y.is_floating_point() else y.long()
 
 
@@ -91,12 +86,12 @@ def _torch_loss(problem: Problem, torch: Any, out: Any, y: Any) -> Any:
     return torch.nn.functional.cross_entropy(out, y)
 
 
-def _torch_members(problem: Problem, torch: Any, device: str) -> tuple[Any, dict[str, Any]]:
+def _torch_members(problem: Problem, torch: Any) -> tuple[Any, dict[str, Any]]:
     """One module without weights, and the members' weights stacked: the same as ours."""
     module = _torch_module(problem, torch)
     ours = [np.array(a) for a in jax.tree.leaves(eqx.filter(problem.ensemble().stacked, eqx.is_inexact_array))]
     params = {
-        name: torch.from_numpy(a.reshape(problem.num_members, *p.shape)).to(device)
+        name: torch.from_numpy(a.reshape(problem.num_members, *p.shape))
         for (name, p), a in zip(module.named_parameters(), ours, strict=True)
     }
     return module.to("meta"), params
@@ -110,7 +105,9 @@ def _torch_module(problem: Problem, torch: Any) -> Any:
         convolution = lambda inputs, out: (nn.Conv2d(inputs, out, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
         layers = [*convolution(1, channels), *convolution(channels, 2 * channels), nn.Flatten()]
         return nn.Sequential(*layers, nn.Linear(2 * channels * 7 * 7, 10))
-    layers = [layer for inputs, out in problem.layers for layer in (nn.Linear(inputs, out), nn.ReLU())]
+    layers = [
+        layer for inputs, out in itertools.pairwise(problem.sizes) for layer in (nn.Linear(inputs, out), nn.ReLU())
+    ]
     return nn.Sequential(*layers[:-1])
 
 

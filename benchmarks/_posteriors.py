@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.stats
-from _task import Fitted, Net, Task, make_net, nll, num_weights, of_members, row_losses, squared_norm, with_prior
+from _task import Fitted, Net, Task, make_net, nll, num_weights, of_members, squared_norm, with_prior
 
 import eqx_ensemble as ee
 
@@ -70,15 +70,6 @@ def laplace(task: Task, num_members: int = 1) -> Fitted:
     return Fitted(ft.partial(predict, best), num_weights(best.members.stacked))
 
 
-class Hidden(eqx.Module):
-    """A network whose last layer has an activation, too."""
-
-    net: Net
-
-    def __call__(self, x: Any) -> Any:
-        return jax.nn.relu(self.net(x))
-
-
 def spectral_gaussian_process(task: Task) -> Fitted | None:
     """One member with bounded weights and a Gaussian process as its last layer; for classes."""
     if not task.num_classes:
@@ -86,7 +77,7 @@ def spectral_gaussian_process(task: Task) -> Fitted | None:
 
     def make(key: Any) -> Any:
         own, head = jax.random.split(key)
-        hidden = Hidden(Net(task.sizes[:-1], key=own))
+        hidden = eqx.nn.Sequential([Net(task.sizes[:-1], key=own), eqx.nn.Lambda(jax.nn.relu)])
         return m.sngp.SNGP(hidden, task.sizes[-2], task.sizes[-1], num_features=256, length_scale=2.0, key=head)
 
     def loss(model: Any, batch: Any, key: Any, hyper: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -40,11 +39,6 @@ class Problem:
     @property
     def adam(self) -> optax.GradientTransformation:
         return optax.adam(self.learning_rate)
-
-    @property
-    def layers(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of every layer of an MLP."""
-        return list(itertools.pairwise(self.sizes))
 
     def ensemble(self, mesh: Any = None) -> ee.Ensemble:
         """All members; the same at every call."""

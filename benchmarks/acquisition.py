@@ -4,7 +4,6 @@ Facts are regrets by Thompson sampling, as on the page, and by batches of expect
 Gaussian process, paired by seed.
 """
 
-import importlib.util
 import os
 import pathlib
 import tempfile
@@ -12,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from _measure import Report, script
+from _measure import Report, module_at, script
 
 import eqx_ensemble as ee
 
@@ -20,7 +19,11 @@ PAGE = pathlib.Path(__file__).parent.parent / "notebooks" / "bayesian_optimisati
 
 
 def measure(quick: bool) -> Report:
-    report, page = Report("Acquisition"), _run_page(2 if quick else 20)
+    report = Report("Acquisition")
+    with tempfile.TemporaryDirectory() as folder:
+        seeds = "2" if quick else "20"
+        os.environ |= {"BAYESIAN_OPTIMISATION_SEEDS": seeds, "BAYESIAN_OPTIMISATION_FIGURES": folder}
+        page = module_at(PAGE)
     for title, problem in page.PROBLEMS.items():
         own = {f"{name}, Thompson": curve for name, curve in page.curves[title].items()}
         own["random search"] = own.pop("random search, Thompson")
@@ -31,18 +34,6 @@ def measure(quick: bool) -> Report:
             gap = curve[:, -1] - own["Gaussian process, Thompson"][:, -1]
             report.facts[f"{title}: {name}, minus that of the Gaussian process, Thompson"] = _describe(gap)
     return report
-
-
-def _run_page(num_seeds: int) -> Any:
-    """The module of the page's program, after its run."""
-    spec = importlib.util.spec_from_file_location("page", PAGE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"BAYESIAN_OPTIMISATION_SEEDS": str(num_seeds), "BAYESIAN_OPTIMISATION_FIGURES": folder}
-        spec.loader.exec_module(module)
-    return module
 
 
 def _pick_batch(draws: Any, is_new: Any, best: Any, key: Any) -> Any:

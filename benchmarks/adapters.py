@@ -79,7 +79,7 @@ def _row(report: Report, *, quick: bool) -> None:
         ensemble = _random_up(ee.methods.adapters.low_rank(base, n, rank=RANK, key=KEY))
         ways[f"{n}, call"] = lambda e=ensemble: call(e, x)
         ways[f"{n}, predict"] = lambda e=ensemble: ee.predict(e, x[None])
-        ways[f"{n}, vmap"] = ft.partial(_by_hand, _matrices(ensemble), x)
+        ways[f"{n}, vmap"] = ft.partial(_by_hand, ensemble.stacked.layers, x)
         found, expected = call(ensemble, x), ways[f"{n}, vmap"]()
         if not np.allclose(found, expected, atol=1e-4):
             raise AssertionError(f"{n} members are not those by hand: {np.abs(found - expected).max():.1e} apart")
@@ -99,23 +99,18 @@ def _row(report: Report, *, quick: bool) -> None:
         report.rows.append(compared(f"one row: {name}", times[name], times["the base"]))
 
 
-def _matrices(ensemble: ee.Ensemble) -> list[Any]:
-    """Weight, bias, `down` and `up` of every layer."""
-    return [(layer.layer.weight, layer.bias, layer.down, layer.up) for layer in ensemble.stacked.layers]
-
-
 @eqx.filter_jit
 def _by_hand(layers: Any, x: jax.Array) -> jax.Array:
     """What one would write: the members' matrices are mapped, the weights are not."""
 
     def of_member(own: Any) -> jax.Array:
         hidden = x
-        for i, ((weight, bias, _, _), (down, up)) in enumerate(zip(layers, own, strict=True)):
-            hidden = weight @ hidden + up @ (down @ hidden) + bias
+        for i, (layer, (down, up)) in enumerate(zip(layers, own, strict=True)):
+            hidden = layer.layer.weight @ hidden + up @ (down @ hidden) + layer.bias
             hidden = jax.nn.relu(hidden) if i < len(layers) - 1 else hidden
         return hidden
 
-    return jax.vmap(of_member)([(down, up) for _, _, down, up in layers])
+    return jax.vmap(of_member)([(layer.down, layer.up) for layer in layers])
 
 
 def _random_up(ensemble: Any) -> Any:

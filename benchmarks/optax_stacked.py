@@ -6,7 +6,6 @@ ends at another value than alone. A NaN in one member's targets spreads if a wei
 """
 
 import functools as ft
-import importlib.util
 import pathlib
 import warnings
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Report, counted, script
+from _measure import Report, counted, module_at, script
 
 import eqx_ensemble as ee
 
@@ -30,22 +29,13 @@ WRAPPERS = {
 }  # fmt: skip
 # Their noise differs between one key and several, so that nothing is to be compared.
 NOISY = {"add_noise", "noisy_sgd", "contrib.hutchinson_estimator_diag_hessian", "contrib.sophia"}
+# The public names of optax, and how each is made: what the tests use.
+CASES = pathlib.Path(__file__).parent.parent / "tests/train/optax_cases.py"
 QUICK = ["adam", "clip_by_global_norm", "lamb"]
 
 
-def _census() -> Any:
-    """The public names of optax, and how each is made: what the tests use."""
-    path = pathlib.Path(__file__).parent.parent / "tests/train/optax_cases.py"
-    spec = importlib.util.spec_from_file_location("optax_cases", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def measure(quick: bool) -> Report:
-    report, census = Report("optax on stacked parameters"), _census()
+    report, census = Report("optax on stacked parameters"), module_at(CASES)
     names = QUICK if quick else [name for name in census.TRAINED if name not in WRAPPERS | NOISY]
     wrong, spread, ours, failed = [], [], [], []
     for name in names:

@@ -3,8 +3,6 @@
 On a CPU the devices are virtual and share its cores: little gets faster.
 """
 
-from typing import Any
-
 import jax
 import numpy as np
 from _measure import Contender, Report, compared, interleaved, script
@@ -25,13 +23,9 @@ def measure(quick: bool) -> Report:
     return report
 
 
-def _mesh(n: int) -> Any:
-    """A mesh, or nothing where there are too few devices."""
-    return ee.make_mesh(members=n) if n <= jax.device_count() else None
-
-
 def _times(report: Report, problem: Problem, epochs: int, rounds: int) -> None:
-    meshes = {"no mesh": None} | {f"a mesh of {n}": mesh for n in COUNTS if (mesh := _mesh(n)) is not None}
+    counts = [n for n in COUNTS if n <= jax.device_count()]
+    meshes = {"no mesh": None} | {f"a mesh of {n}": ee.make_mesh(members=n) for n in counts}
     fits = {name: problem.fit(epochs=epochs, mesh=mesh) for name, mesh in meshes.items()}
     losses = {name: fit().history.loss for name, fit in fits.items()}
     for name, found in losses.items():

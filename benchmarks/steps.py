@@ -6,6 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from _by_hand import step_of_one
 from _measure import Contender, Report, compared, interleaved, script
 from _problems import Problem, tiny
 
@@ -25,12 +26,8 @@ def _steps(report: Report, problem: Problem, steps: int, rounds: int) -> None:
     batch = jnp.asarray(problem.x[: problem.batch_size]), jnp.asarray(problem.y[: problem.batch_size])
     own = ee.train.make_step(problem.loss, optimiser)
 
-    @eqx.filter_jit
-    @eqx.filter_vmap(in_axes=(eqx.if_array(0), eqx.if_array(0), None))
-    def hand(model: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
-        updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
-        return eqx.apply_updates(model, updates), opt_state, loss
+    axes = (eqx.if_array(0), eqx.if_array(0), None)
+    hand = eqx.filter_jit(eqx.filter_vmap(step_of_one(problem), in_axes=axes))
 
     def ours(state: Any) -> Any:
         state, metrics = own(state, batch)
