@@ -33,6 +33,11 @@ class Contender:
     units: int = 1
 
 
+def repeated(name: str, run: Callable[[], Any], calls: int) -> Contender:
+    """A contender of short calls, each of which is waited for."""
+    return Contender(name, lambda: [jax.block_until_ready(run()) for _ in range(calls)][-1], calls)
+
+
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Seconds per unit, one entry per round; CPU seconds are those of the whole process."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Contender, Report, Timing, compared, interleaved, ratio_row, script
+from _measure import Contender, Report, Timing, compared, interleaved, ratio_row, repeated, script
 from _problems import mlp
 
 import eqx_ensemble as ee
@@ -85,9 +85,7 @@ def _row(report: Report, *, quick: bool) -> None:
             raise AssertionError(f"{n} members are not those by hand: {np.abs(found - expected).max():.1e} apart")
     whole = ee.stack([base] * copies)
     ways[f"{copies} whole copies, call"] = lambda: call(whole, x)
-    repeats = 2 if quick else 5
-    repeated = lambda run: lambda: [jax.block_until_ready(run()) for _ in range(repeats)][-1]
-    contenders = [Contender(name, repeated(run), repeats) for name, run in ways.items()]
+    contenders = [repeated(name, run, 2 if quick else 5) for name, run in ways.items()]
     times = interleaved(contenders, rounds=3 if quick else 25)
     report.timings += times.values()
     for n in counts[1:]:

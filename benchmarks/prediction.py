@@ -1,6 +1,5 @@
 """`predict` of few and of many rows beside one plain jitted `vmap` over all rows."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import Contender, Report, compared, interleaved, script
+from _measure import Report, compared, interleaved, repeated, script
 from _problems import tiny
 
 import eqx_ensemble as ee
@@ -27,9 +26,7 @@ def measure(quick: bool) -> Report:
         if far > 1e-5:
             raise AssertionError(f"`predict` differs from vmap by {far:.1e}")
         size, calls = f"{ensemble.num_members} tiny members, {count:,} rows", 2 if quick else max(1, 200 // count)
-        contenders = [
-            Contender(f"{size}: {name}", ft.partial(_repeat, run, calls), calls) for name, run in ways.items()
-        ]
+        contenders = [repeated(f"{size}: {name}", run, calls) for name, run in ways.items()]
         times = interleaved(contenders, rounds=3 if quick else 15)
         report.timings += times.values()
         own, plain, mean, plain_mean = times.values()
@@ -39,10 +36,6 @@ def measure(quick: bool) -> Report:
             compared(f"{size}: mean", mean, plain_mean),
         ]
     return report
-
-
-def _repeat(run: Callable[[], Any], calls: int) -> Any:
-    return [jax.block_until_ready(run()) for _ in range(calls)][-1]
 
 
 def _ways(ensemble: ee.Ensemble, x: jax.Array) -> dict[str, Callable[[], Any]]:

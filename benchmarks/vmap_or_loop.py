@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _measure import Contender, Report, compared, interleaved, script
+from _measure import Contender, Report, compared, interleaved, repeated, script
 from _problems import mlp
 
 import eqx_ensemble as ee
@@ -37,8 +37,8 @@ def measure(quick: bool) -> Report:
         ways = _ways(work)
         _check_equal(work, ways)
         once = np.median(interleaved([Contender("vmap", ways["vmap"])], rounds=3)["vmap"].wall)
-        repeats = 1 if quick else max(1, int(0.02 / once))  # calls for which the clock's resolution does not matter
-        contenders = [Contender(name, ft.partial(_repeat, run, repeats), repeats) for name, run in ways.items()]
+        calls = 1 if quick else max(1, int(0.02 / once))  # calls for which the clock's resolution does not matter
+        contenders = [repeated(name, run, calls) for name, run in ways.items()]
         times = interleaved(contenders, rounds=3 if quick else 9)
         for name, timing in times.items():
             report.timings.append(dataclasses.replace(timing, name=f"{work.name}: {name}"))
@@ -46,10 +46,6 @@ def measure(quick: bool) -> Report:
                 target = ">= 0.9" if name == "by hand" else ""
                 report.rows.append(compared(f"{work.name}: {name}", timing, times["vmap"], target=target))
     return report
-
-
-def _repeat(run: Callable[[], Any], calls: int) -> Any:
-    return [jax.block_until_ready(run()) for _ in range(calls)][-1]
 
 
 def _elementwise(count: int, size: int) -> Work:
