@@ -12,17 +12,18 @@ sys.path.insert(0, str(FOLDER))  # the scripts are run, not imported, and share 
 from _measure import Row, environment_lines, flags, rows_table  # noqa: E402
 
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+USUAL = [name for name in SCRIPTS if name != "acquisition"]  # a page's program, with more seeds: minutes
 
 
 def main() -> int:
     parser = flags()
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(SCRIPTS)}; all if not given")
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(SCRIPTS)}; all but `acquisition` if none")
     options = parser.parse_args()
     if unknown := set(options.names) - set(SCRIPTS):
         parser.error(f"no such script: {', '.join(sorted(unknown))}")
     rows, seconds, failed = [], {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.names or SCRIPTS:
+        for name in options.names or USUAL:
             path = pathlib.Path(folder, f"{name}.json")
             command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
             command += ["--quick"] * options.quick + ["--save"] * options.save

@@ -1,9 +1,8 @@
 """Data sets that packages carry, and their splits into rows to train, to validate and to test."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,10 +72,8 @@ def _standardiser(values: np.ndarray, axis: int | None) -> Callable[[np.ndarray]
     return lambda x: ((x - mean) / deviation).astype(np.float32)
 
 
-def load(name: str) -> Data | None:
-    """A data set; none if its package is not installed."""
-    package, make = LOADERS[name]
-    return make(name) if importlib.util.find_spec(package) else None
+def load(name: str) -> Data:
+    return LOADERS[name](name)
 
 
 def _sklearn(num_classes: int, *, images: bool = False) -> Callable[[str], Data]:
@@ -131,13 +128,13 @@ def _sea(name: str) -> Data:
     return Data(name, x, windows[:, LAGS], kind="months")
 
 
-LOADERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "diabetes": ("sklearn", _sklearn(0)),
-    "El Nino": ("statsmodels", _sea),
-    "doctor visits": ("statsmodels", _visits),
-    "breast cancer": ("sklearn", _sklearn(2)),
-    "wine": ("sklearn", _sklearn(3)),
-    "digits": ("sklearn", _sklearn(10, images=True)),
-    "digits 0 to 7": ("sklearn", _known_digits),
-    "tilted digits": ("scipy", _tilted_digits),
+LOADERS: dict[str, Callable[[str], Data]] = {
+    "diabetes": _sklearn(0),
+    "El Nino": _sea,
+    "doctor visits": _visits,
+    "breast cancer": _sklearn(2),
+    "wine": _sklearn(3),
+    "digits": _sklearn(10, images=True),
+    "digits 0 to 7": _known_digits,
+    "tilted digits": _tilted_digits,
 }

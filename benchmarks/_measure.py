@@ -13,6 +13,9 @@ import os
 import pathlib
 import platform
 import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -212,7 +215,8 @@ def as_json(report: Report) -> dict[str, Any]:
     """A report as plain data."""
     timings = [{"name": t.name, "wall": t.wall.tolist(), "cpu": t.cpu.tolist()} for t in report.timings]
     rows = [dataclasses.asdict(row) | {"verdict": row.verdict} for row in report.rows]
-    return {"title": report.title, "facts": report.facts, "rows": rows, "seconds per unit": timings}
+    found = {"title": report.title, "facts": report.facts, "text": report.text}
+    return found | {"rows": rows, "seconds per unit": timings}
 
 
 def saved(name: str, report: Report, found: dict[str, Any]) -> pathlib.Path:
@@ -234,6 +238,18 @@ def module_at(path: pathlib.Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def in_child(path: str, *arguments: str, **environment: str) -> Report:
+    """What a script finds in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "found.json")
+        command = [sys.executable, path, "--json", file, *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | environment)
+        found = json.loads(file.read_text())["results"]
+    rows = [Row(**{k: v for k, v in row.items() if k != "verdict"}) for row in found["rows"]]
+    timings = [Timing(t["name"], np.array(t["wall"]), np.array(t["cpu"])) for t in found["seconds per unit"]]
+    return Report(found["title"], rows, timings, found["facts"], found["text"])
 
 
 def flags() -> argparse.ArgumentParser:

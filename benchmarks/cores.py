@@ -1,11 +1,6 @@
 """Training: `fit` beside other ways to train, which have as many cores; all cores, and then one."""
 
 import dataclasses
-import json
-import pathlib
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +8,7 @@ import _by_hand
 import _peers
 import numpy as np
 from _by_hand import Train
-from _measure import ABSENT, Contender, Report, Row, Timing, compared, interleaved, script
+from _measure import ABSENT, Contender, Report, Row, Timing, compared, in_child, interleaved, script
 from _problems import Problem, cnn, middle, tiny
 
 import eqx_ensemble as ee
@@ -32,7 +27,7 @@ def measure(quick: bool, parts: Sequence[str]) -> Report:
 
 def _tiny(report: Report, *, quick: bool) -> None:
     problem = tiny(quick=quick)
-    fast, slow, slowest = (2, 1, 1) if quick else (64, 16, 1)
+    fast, slow, slowest = (2, 1, 1) if quick else (64, 8, 1)
     trains = _trains(report, problem)
     lengths = {"scan by hand": fast, "idiomatic": slow, "torch.func": slow}
     contenders = [_contender("fit", problem, problem.fit(epochs=fast), fast)]
@@ -75,7 +70,7 @@ def _beside_others(report: Report, problem: Problem, lengths: dict[str, int], ta
 
 
 def _middle(report: Report, *, quick: bool) -> None:
-    lengths = {"": 4, "idiomatic": 1, "loop of members": 1}
+    lengths = {"": 4 if num_cores() > 1 else 2, "idiomatic": 1, "loop of members": 1}
     _beside_others(report, middle(quick=quick), lengths, ">= 1.05", quick=quick)
 
 
@@ -86,15 +81,9 @@ def _cnn(report: Report, *, quick: bool) -> None:
 
 def _on_one_core(report: Report, *, quick: bool) -> None:
     """A process of its own stays on one core."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "found.json")
-        command = [sys.executable, __file__, "--cores", "1", "--parts", "tiny", "middle", "--json", str(path)]
-        subprocess.run(command + ["--quick"] * quick, check=True, stdout=subprocess.DEVNULL)
-        found = json.loads(path.read_text())["results"]
-    rows = [Row(**{k: v for k, v in row.items() if k != "verdict"}) for row in found["rows"]]
-    report.rows += [dataclasses.replace(row, question=f"one core, {row.question}") for row in rows]
-    arrays = lambda t: (np.array(t["wall"]), np.array(t["cpu"]))
-    report.timings += [Timing(f"one core, {t['name']}", *arrays(t)) for t in found["seconds per unit"]]
+    found = in_child(__file__, "--cores", "1", "--parts", "tiny", "middle", *["--quick"] * quick)
+    report.rows += [dataclasses.replace(row, question=f"one core, {row.question}") for row in found.rows]
+    report.timings += [dataclasses.replace(t, name=f"one core, {t.name}") for t in found.timings]
 
 
 def _contender(name: str, problem: Problem, run: Callable[[], Any], epochs: int) -> Contender:

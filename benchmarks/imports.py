@@ -20,7 +20,7 @@ TRAINING = f"{OURS}; eqx_ensemble.build, eqx_ensemble.fit"
 
 
 def measure(quick: bool) -> Report:
-    rounds = 1 if quick else 11
+    rounds = 1 if quick else 9
     statements = (OURS, TRAINING, THEIRS)
     with tempfile.TemporaryDirectory() as folder:
         # Byte code as pip writes it, even if this interpreter is configured to write none; the first import writes it.

@@ -9,18 +9,19 @@ import json
 import pathlib
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 from _contenders import METHODS
 from _data import Data, load
-from _measure import ABSENT, Report, ratio_row, script
+from _measure import Report, in_child, ratio_row, script
 from _task import Amount, Fitted, Task, num_weights
 
 import eqx_ensemble as ee
+from eqx_ensemble._cores import num_cores
 
 CONFIG = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
 LEVEL = 0.9
@@ -32,15 +33,18 @@ def measure(quick: bool, parts: Sequence[str]) -> Report:
     report = Report("Quality of methods")
     config = {key: CONFIG[key] | (CONFIG["quick"][key] if quick else {}) for key in ("amount", "methods")}
     chosen = (CONFIG["quick"] if quick else CONFIG)["data"]
+    names = [name for name in parts if name in chosen]
+    if len(names) == 1:
+        methods = dict.fromkeys(method for group in chosen[names[0]] for method in config["methods"][group])
+        _compare(report, load(names[0]), Amount(**config["amount"]), list(methods))
+    else:  # scores do not depend on what else runs: as many data sets at a time as there are cores
+        child = lambda name: in_child(__file__, "--parts", name, *["--quick"] * quick, OMP_NUM_THREADS="1")
+        with ThreadPoolExecutor(num_cores()) as pool:
+            for found in pool.map(child, names):
+                report.rows += found.rows
+                report.facts |= found.facts
+                report.text += found.text
     report.facts["configuration"] = json.dumps(config | {"data": chosen})
-    for name in [name for name in parts if name in chosen]:
-        data = load(name)
-        if data is None:
-            report.facts[name] = ABSENT
-            continue
-        methods = dict.fromkeys(method for group in chosen[name] for method in config["methods"][group])
-        _compare(report, data, Amount(**config["amount"]), list(methods))
-        jax.clear_caches()  # hundreds of programs that are not used again
     return report
 
 

@@ -27,7 +27,7 @@ class Counting(eqx.Module):
 
 def measure(quick: bool) -> Report:
     report = Report("Stopping")
-    problem, epochs = tiny(quick=quick), 4 if quick else 192
+    problem, epochs = tiny(quick=quick), 4 if quick else 128
     ends = np.random.default_rng(0).geometric(4 / epochs, problem.num_members).clip(1, epochs)
     needed = (ends + 1).clip(max=epochs).mean() / epochs  # patience sees the end one epoch later
     report.facts["members' epochs needed"] = f"{needed:.2f} of all"

@@ -16,7 +16,7 @@ Ways = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
 
 def measure(quick: bool) -> Report:
     report, rng = Report("Uncertainty"), np.random.default_rng(0)
-    shape = (8, 1000, 10) if quick else (64, 100_000, 10)
+    shape = (8, 1000, 10) if quick else (64, 50_000, 10)
     values = rng.normal(size=shape).astype(np.float32)
     targets = rng.normal(size=shape[1:]).astype(np.float32)
     labels = rng.integers(shape[-1], size=shape[1])
@@ -34,10 +34,10 @@ def measure(quick: bool) -> Report:
 def _race(report: Report, size: str, peer: str, ways: Ways, *, quick: bool, same: bool = True) -> None:
     """Results are compared before times, but for the `same` draws."""
     for name, (ours, theirs) in ways.items():
-        pairs = zip(jax.tree.leaves(ours()), jax.tree.leaves(theirs()), strict=True)
-        far = max(np.max(np.abs(np.asarray(one, np.float64) - other)) for one, other in pairs)
-        if same and far > 1e-5:
-            raise AssertionError(f"{name} differs from {peer} by {far:.1e}")
+        if same:
+            pairs = zip(jax.tree.leaves(ours()), jax.tree.leaves(theirs()), strict=True)
+            far = max(np.max(np.abs(np.asarray(one, np.float64) - other)) for one, other in pairs)
+            assert far < 1e-5, f"{name} differs from {peer} by {far:.1e}"
         question = f"{name}, {size}"
         times = interleaved([Contender("eqx_ensemble", ours), Contender(peer, theirs)], rounds=3 if quick else 7)
         report.timings += [Timing(f"{question}: {who}", time.wall, time.cpu) for who, time in times.items()]
