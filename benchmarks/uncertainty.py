@@ -66,13 +66,12 @@ def _of_values(values: np.ndarray, targets: np.ndarray) -> Ways:
 
 def _of_classes(logits: np.ndarray, labels: np.ndarray) -> Ways:
     """The mixture of the members, and votes."""
-    x, y, rows, classes = jnp.asarray(logits), jnp.asarray(labels), np.arange(len(labels)), np.arange(logits.shape[-1])
-    one_hot = np.eye(logits.shape[-1])[labels]
+    x, y, rows, eye = jnp.asarray(logits), jnp.asarray(labels), np.arange(len(labels)), np.eye(logits.shape[-1])
     return {
         "entropies": (lambda: ee.uncertainty.decompose_entropy(x), lambda: _entropies(logits)),
         "votes": (
             lambda: ee.combine.vote(x),
-            lambda: np.stack([(logits.argmax(-1) == c).mean(0) for c in classes], -1),
+            lambda: eye[logits.argmax(-1)].mean(0),
         ),
         "NLL": (lambda: ee.scores.nll(x, y), lambda: -np.log(_probabilities(logits).mean(0)[rows, labels]).mean()),
         "accuracy": (
@@ -81,7 +80,7 @@ def _of_classes(logits: np.ndarray, labels: np.ndarray) -> Ways:
         ),
         "Brier score": (
             lambda: ee.scores.brier(x, y),
-            lambda: ((_probabilities(logits).mean(0) - one_hot) ** 2).sum(-1).mean(),
+            lambda: ((_probabilities(logits).mean(0) - eye[labels]) ** 2).sum(-1).mean(),
         ),
     }
 
