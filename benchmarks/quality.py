@@ -25,8 +25,7 @@ from eqx_ensemble._cores import num_cores
 
 CONFIG = tomllib.loads(pathlib.Path(__file__).with_suffix(".toml").read_text())
 LEVEL = 0.9
-Scores = dict[str, np.ndarray]
-"""Of one method: by the name of a score, its values `(folds,)`."""
+Scores = dict[str, np.ndarray]  # of one method: by the name of a score, its values `(folds,)`
 
 
 def measure(quick: bool, parts: Sequence[str]) -> Report:

@@ -11,7 +11,6 @@ from _measure import Contender, Report, Timing, compared, interleaved, script
 import eqx_ensemble as ee
 
 Ways = dict[str, tuple[Callable[[], Any], Callable[[], Any]]]
-"""By the name of a function: ours and theirs, without arguments."""
 
 
 def measure(quick: bool) -> Report:
