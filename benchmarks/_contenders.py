@@ -34,11 +34,12 @@ def mean_of_weights(task: Task) -> Fitted:
 
 
 def calibrated(task: Task, method: str) -> Fitted | None:
-    """Overfitted members, whose mixture the validation rows calibrate; for classes."""
-    if not task.num_classes:
-        return None
+    """Overfitted members, whose mixture the validation rows calibrate; for classes, if any mistake is left."""
     x, y = task.split.validation
-    calibrate = getattr(ee.calibrate, method)(ee.predict(task.overfitted, x), y, pool="mixture")
+    logits = ee.predict(task.overfitted, x)
+    if not task.data.num_classes or ee.scores.accuracy(logits, y) == 1:
+        return None
+    calibrate = getattr(ee.calibrate, method)(logits, y, pool="mixture")
 
     def predict(x: np.ndarray) -> np.ndarray:
         logits = np.asarray(calibrate(ee.predict(task.overfitted, x)))
@@ -99,7 +100,7 @@ def distilled(task: Task) -> Fitted:
     def of_teachers(model: Any, batch: Any, key: Any) -> Any:
         x, teacher = batch
         own = jax.vmap(model)(x)
-        if task.num_classes:
+        if task.data.num_classes:
             return m.distillation.mixture_loss(own, teacher)
         return m.distillation.gaussian_loss(*as_gaussian(own), *as_gaussian(teacher))
 

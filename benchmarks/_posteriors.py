@@ -52,7 +52,7 @@ def laplace(task: Task, num_members: int = 1) -> Fitted:
 
     For real targets members predict the mean alone; the noise is that of the largest marginal likelihood.
     """
-    (x, y), classes, noise = task.split.train, task.num_classes, task.noise
+    (x, y), classes, noise = task.split.train, task.data.num_classes, task.noise
     sizes = task.sizes if classes else (*task.sizes[:-1], 1)
     squares = lambda model, batch, key: jnp.mean((jax.vmap(model)(batch[0]) - batch[1]) ** 2) / (2 * noise**2)
     loss, data = (with_prior(nll), (x, y)) if classes else (with_prior(squares), (x, y[:, None]))
@@ -72,7 +72,7 @@ def laplace(task: Task, num_members: int = 1) -> Fitted:
 
 def spectral_gaussian_process(task: Task) -> Fitted | None:
     """One member with bounded weights and a Gaussian process as its last layer; for classes."""
-    if not task.num_classes:
+    if not task.data.num_classes:
         return None
 
     def make(key: Any) -> Any:
@@ -118,7 +118,7 @@ def _epochs(task: Task) -> Iterator[Any]:
 
 def evidential(task: Task) -> Fitted:
     """A Dirichlet distribution for classes, a Student t for real targets."""
-    if not task.num_classes:
+    if not task.data.num_classes:
         head = lambda raw: m.heads.normal_inverse_gamma(raw, floor=1e-3)
         loss = lambda model, batch, key: m.heads.evidential_loss(*head(jax.vmap(model)(batch[0])), batch[1])
         ensemble = task.build(1, make_net((*task.sizes[:-1], 4)))

@@ -55,7 +55,6 @@ class Task:
 
     @property
     def key(self) -> Any:
-        """Every fold has its own."""
         return jax.random.key(self.fold)
 
     @property
@@ -64,17 +63,13 @@ class Task:
         return np.concatenate([self.split.test[0], self.split.unknown])
 
     @property
-    def num_classes(self) -> int:
-        return self.data.num_classes
-
-    @property
     def num_rows(self) -> int:
         return len(self.split.train[0])
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Of the layers of a member: it gives logits, or a mean and a raw variance."""
-        return (self.split.train[0].shape[1], self.amount.width, self.amount.width, self.num_classes or 2)
+        return (self.split.train[0].shape[1], self.amount.width, self.amount.width, self.data.num_classes or 2)
 
     @property
     def epochs(self) -> int:
@@ -150,13 +145,15 @@ class Task:
 
     def mixture(self, outputs: Any) -> Any:
         """The prediction of members that have `outputs` `(members, rows, outputs)`."""
-        return np.asarray(outputs) if self.num_classes else tuple(map(np.asarray, as_gaussian(jnp.asarray(outputs))))
+        return (
+            np.asarray(outputs) if self.data.num_classes else tuple(map(np.asarray, as_gaussian(jnp.asarray(outputs))))
+        )
 
     def validation_loss(self, predict: Callable[[np.ndarray], Any]) -> float:
         """The negative log-likelihood of a mixture on the validation rows; infinite where it is NaN."""
         x, y = self.split.validation
         parts = predict(x)
-        found = float(ee.scores.nll(parts, y) if self.num_classes else ee.scores.nll_gaussian_mixture(*parts, y))
+        found = float(ee.scores.nll(parts, y) if self.data.num_classes else ee.scores.nll_gaussian_mixture(*parts, y))
         return found if np.isfinite(found) else np.inf
 
     def _best_decay(self, steps: int) -> tuple[float, float]:
@@ -166,7 +163,7 @@ class Task:
         x, y = self.split.validation
         outputs = np.asarray(ee.predict(run.ensemble, x))
         best = int(np.argmin([self.validation_loss(lambda _, own=own: self.mixture(own[None])) for own in outputs]))
-        noise = 1.0 if self.num_classes else float(np.sqrt(np.mean((outputs[best, :, 0] - y) ** 2)))
+        noise = 1.0 if self.data.num_classes else float(np.sqrt(np.mean((outputs[best, :, 0] - y) ** 2)))
         return decays[best], noise
 
 

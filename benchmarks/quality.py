@@ -59,7 +59,8 @@ def _compare(report: Report, data: Data, amount: Amount, methods: list[str]) -> 
                 found[name].append(_scores(fitted, task) | {"weights": fitted.weights / one})
     rows = [f"{len(part[0])} {what}" for part, what in zip(task.split, ("train", "validation", "test"), strict=False)]
     report.facts[f"{data.name}: rows"] = ", ".join(rows)
-    scores = {name: {s: np.array([x[s] for x in folds]) for s in folds[0]} for name, folds in found.items() if folds}
+    found = {name: folds for name, folds in found.items() if len(folds) == amount.folds}
+    scores = {name: {s: np.array([x[s] for x in folds]) for s in folds[0]} for name, folds in found.items()}
     baseline = methods[0]
     text, gaps = markdown_table(scores, baseline, 0.25 if data.kind == "folds" else 0.0)
     report.text += f"\n## {data.name}\n\n{', '.join(rows)} rows; bold differs from *{baseline}*.\n\n{text}\n"
@@ -75,7 +76,7 @@ def _scores(fitted: Fitted, task: Task) -> dict[str, float]:
     count = len(parts[0])
     size = fitted.group or count
     groups = [tuple(part[i : i + size] for part in parts) for i in range(0, count - size + 1, size)]
-    score = class_scores if task.num_classes else gaussian_scores
+    score = class_scores if task.data.num_classes else gaussian_scores
     found = [score(*group, y) for group in groups]
     return {name: float(np.mean([scores[name] for scores in found])) for name in found[0]}
 
@@ -121,22 +122,24 @@ def markdown_table(scores: dict[str, Scores], baseline: str, ratio: float) -> tu
     lines = [["method", *names[:-1], "NLL, difference", "weights"]]
     gaps = {name: own["NLL"] - scores[baseline]["NLL"] for name, own in scores.items() if name != baseline}
     for method, own in scores.items():
-        cells = [method]
-        for name in names[:-1]:
-            cells.append(_cell(own[name], own[name] - scores[baseline][name], ratio))
-        gap = gaps.get(method)
-        cells.append("" if gap is None else f"{gap.mean():+.3f} ± {standard_error(gap, ratio):.3f}")
-        lines.append([*cells, f"{own['weights'].mean():.3g}"])
+        cells = [_text(own[name], own[name] - scores[baseline][name], ratio) for name in names[:-1]]
+        gap = _with_error(gaps[method], ratio, "+") if method in gaps else ""
+        lines.append([method, *cells, gap, f"{own['weights'].mean():.3g}"])
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines), gaps
 
 
-def _cell(values: np.ndarray, gaps: np.ndarray, ratio: float) -> str:
+def _text(values: np.ndarray, gaps: np.ndarray, ratio: float) -> str:
+    """A score, bold where it differs from the baseline's."""
+    text, limit = _with_error(values), scipy.stats.t.ppf(0.975, len(values) - 1)
+    known = np.isfinite(gaps).all() and np.ptp(gaps) > 0
+    return f"**{text}**" if known and abs(gaps.mean()) > limit * standard_error(gaps, ratio) else text
+
+
+def _with_error(values: np.ndarray, ratio: float = 0.0, sign: str = "") -> str:
     if not np.isfinite(values).all():
         return "infinite"
-    text, limit = f"{values.mean():.3f}", scipy.stats.t.ppf(0.975, len(values) - 1)
-    is_far = np.ptp(gaps) > 0 and abs(gaps.mean()) > limit * standard_error(gaps, ratio)
-    return f"{f'**{text}**' if is_far else text} ± {standard_error(values):.3f}"
+    return f"{values.mean():{sign}.3f} ± {standard_error(values, ratio):.3f}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""One set of members on one, two and four devices.
-
-On a CPU the devices are virtual and share its cores: little gets faster.
-"""
+"""One set of members on one, two and four devices: on a CPU virtual ones, which share its cores."""
 
 import jax
 import numpy as np
