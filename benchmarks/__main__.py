@@ -35,7 +35,7 @@ def main() -> int:
             rows += [Row(**{k: v for k, v in row.items() if k != "verdict"}) for row in found["results"]["rows"]]
             seconds[name] = found["environment"]["seconds"]
     if rows:
-        environment = found["environment"] | {"seconds": sum(seconds.values())}
+        environment = found["environment"] | {"seconds": sum(seconds.values()), "cores": "1 or all"}
         print(f"\nAll questions\n=============\n{environment_lines(environment)}")
         print(", ".join(f"{name} {taken} s" for name, taken in seconds.items()))
         print(f"\n{rows_table(rows)}")
