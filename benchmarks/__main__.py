@@ -1,7 +1,4 @@
-"""`python -m benchmarks [--quick] [NAME ...]`: runs scripts in processes of their own and prints one table.
-
-`reliability` kills processes and fills disks, and runs only when it is named.
-"""
+"""`python -m benchmarks [--quick] [NAME ...]`: runs scripts in processes of their own and prints one table."""
 
 import json
 import pathlib
@@ -12,60 +9,36 @@ import tempfile
 FOLDER = pathlib.Path(__file__).parent
 sys.path.insert(0, str(FOLDER))  # the scripts are run, not imported, and share their modules as neighbours
 
-from _measure import Row, environment_lines, flags, rows_table, saved  # noqa: E402
+from _measure import Row, environment_lines, flags, rows_table  # noqa: E402
 
-SCRIPTS = (
-    "training",
-    "cores",
-    "optax_stacked",
-    "stopping",
-    "populations",
-    "prediction",
-    "uncertainty",
-    "estimators",
-    "scaling",
-    "vmap_or_loop",
-    "imports",
-    "building",
-    "first_call",
-    "steps",
-    "choosing",
-    "acquisition",
-    "quality",
-    "methods",
-    "efficient",
-    "adapters",
-    "house",
-)
-KNOWN = (*SCRIPTS, "reliability")
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+USUAL = [name for name in SCRIPTS if name != "acquisition"]  # a page's program, with more seeds: minutes
 
 
 def main() -> int:
     parser = flags()
-    text = f"some of {', '.join(KNOWN)}; all but `reliability` if not given"
-    parser.add_argument("names", nargs="*", metavar="NAME", help=text)
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(SCRIPTS)}; all but `acquisition` if none")
     options = parser.parse_args()
-    if unknown := set(options.names) - set(KNOWN):
+    if unknown := set(options.names) - set(SCRIPTS):
         parser.error(f"no such script: {', '.join(sorted(unknown))}")
-    results, failed = [], []
+    rows, seconds, failed = [], {}, []
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.names or SCRIPTS:
+        for name in options.names or USUAL:
             path = pathlib.Path(folder, f"{name}.json")
             command = [sys.executable, str(FOLDER / f"{name}.py"), "--json", str(path)]
-            command += ["--quick"] * options.quick
+            command += ["--quick"] * options.quick + ["--save"] * options.save
             command += [] if options.cores is None else ["--cores", str(options.cores)]
-            done = subprocess.run(command)
-            if done.returncode:
+            if subprocess.run(command).returncode:
                 failed.append(name)
                 continue
             found = json.loads(path.read_text())
-            results.append(found["results"])
-            environment = found["environment"]
-    if results:
-        rows = [Row(**{k: v for k, v in row.items() if k != "verdict"}) for result in results for row in result["rows"]]
-        print(f"\nAll questions\n=============\n{environment_lines(environment)}\n\n{rows_table(rows)}")
-        if options.save:
-            print(f"\nsaved to {saved('all', results, environment)}")
+            rows += [Row(**{k: v for k, v in row.items() if k != "verdict"}) for row in found["results"]["rows"]]
+            seconds[name] = found["environment"]["seconds"]
+    if rows:
+        environment = found["environment"] | {"seconds": sum(seconds.values()), "cores": "1 or all"}
+        print(f"\nAll questions\n=============\n{environment_lines(environment)}")
+        print(", ".join(f"{name} {taken} s" for name, taken in seconds.items()))
+        print(f"\n{rows_table(rows)}")
     for name in failed:
         print(f"\n`benchmarks/{name}.py` failed", file=sys.stderr)
     return int(bool(failed))

@@ -18,9 +18,9 @@ from _problems import Problem
 Train = Callable[[Iterable[np.ndarray]], Any]
 
 
-def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
+def scan_of_epoch(problem: Problem) -> Train:
     """One donated `lax.scan` per epoch over data on the device, the row order drawn on the host."""
-    params, static = eqx.partition(_stacked(problem), eqx.is_inexact_array)
+    params, static, optimiser = *eqx.partition(problem.ensemble().stacked, eqx.is_inexact_array), problem.adam
     data = jax.tree.map(jnp.asarray, (problem.x, problem.y))
 
     def member(params: Any, opt_state: Any, rows: Any, data: Any) -> Any:
@@ -50,11 +50,9 @@ def scan_of_epoch(problem: Problem, optimiser: optax.GradientTransformation) -> 
     return train
 
 
-def scan_with_patience(
-    problem: Problem, optimiser: optax.GradientTransformation, held_out: tuple[np.ndarray, np.ndarray], patience: int
-) -> Train:
+def scan_with_patience(problem: Problem, held_out: tuple[np.ndarray, np.ndarray], patience: int) -> Train:
     """The same, with validation at the end of an epoch, best weights, and members that stop by patience."""
-    params, static = eqx.partition(_stacked(problem), eqx.is_inexact_array)
+    params, static, optimiser = *eqx.partition(problem.ensemble().stacked, eqx.is_inexact_array), problem.adam
     data, held_out = jax.tree.map(jnp.asarray, ((problem.x, problem.y), held_out))
     loss_of = lambda params, batch: problem.loss(eqx.combine(params, static), batch, None)
 
@@ -93,21 +91,25 @@ def scan_with_patience(
     return train
 
 
-def idiomatic(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
-    """A `filter_jit` of a `filter_vmap`ped step per batch, batches made on the host: as the Equinox docs suggest."""
+def step_of_one(problem: Problem) -> Any:
+    """A step of one model on a batch."""
 
-    @eqx.filter_jit
-    @eqx.filter_vmap
     def step(model: Any, opt_state: Any, batch: Any) -> Any:
         loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
         updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.apply_updates(model, updates), opt_state, loss
 
-    first = _stacked(problem)
+    optimiser = problem.adam
+    return step
+
+
+def idiomatic(problem: Problem) -> Train:
+    """A `filter_jit` of a `filter_vmap`ped step per batch, batches made on the host: as the Equinox docs suggest."""
+    first, step = problem.ensemble().stacked, eqx.filter_jit(eqx.filter_vmap(step_of_one(problem)))
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
         models, losses = first, []
-        opt_state = eqx.filter_vmap(optimiser.init)(eqx.filter(models, eqx.is_inexact_array))
+        opt_state = eqx.filter_vmap(problem.adam.init)(eqx.filter(models, eqx.is_inexact_array))
         for rows in rows_of_epochs:
             for own in rows:
                 models, opt_state, loss = step(models, opt_state, (problem.x[own], problem.y[own]))
@@ -117,20 +119,12 @@ def idiomatic(problem: Problem, optimiser: optax.GradientTransformation) -> Trai
     return train
 
 
-def loop_of_members(problem: Problem, optimiser: optax.GradientTransformation) -> Train:
+def loop_of_members(problem: Problem) -> Train:
     """A Python loop over members; each step of a member is a call of one `filter_jit`ted function."""
-
-    @eqx.filter_jit
-    def step(model: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = eqx.filter_value_and_grad(problem.loss)(model, batch, None)
-        updates, opt_state = optimiser.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
-        return eqx.apply_updates(model, updates), opt_state, loss
-
-    first = problem.ensemble().unstack()
+    first, step, init = problem.ensemble().unstack(), eqx.filter_jit(step_of_one(problem)), problem.adam.init
 
     def train(rows_of_epochs: Iterable[np.ndarray]) -> Any:
-        members = [(model, optimiser.init(eqx.filter(model, eqx.is_inexact_array))) for model in first]
-        losses = []
+        members, losses = [(model, init(eqx.filter(model, eqx.is_inexact_array))) for model in first], []
         for rows in rows_of_epochs:
             for own in rows:
                 for i, member in enumerate(members):
@@ -139,7 +133,3 @@ def loop_of_members(problem: Problem, optimiser: optax.GradientTransformation) -
         return losses
 
     return train
-
-
-def _stacked(problem: Problem) -> Any:
-    return problem.ensemble().stacked

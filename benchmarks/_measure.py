@@ -7,17 +7,20 @@ import argparse
 import dataclasses
 import datetime
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
 import platform
 import re
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -31,6 +34,11 @@ class Contender:
     name: str
     run: Callable[[], Any]
     units: int = 1
+
+
+def repeated(name: str, run: Callable[[], Any], calls: int) -> Contender:
+    """A contender of short calls, each of which is waited for."""
+    return Contender(name, lambda: [jax.block_until_ready(run()) for _ in range(calls)][-1], calls)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +76,13 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """The results of a script: rows of ratios, the times behind them, and facts as text."""
+    """The results of a script: rows of ratios, the times behind them, facts, and tables in Markdown."""
 
     title: str
     rows: list[Row] = dataclasses.field(default_factory=list)
     timings: list[Timing] = dataclasses.field(default_factory=list)
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
+    text: str = ""
 
 
 def interleaved(contenders: Iterable[Contender], *, rounds: int) -> dict[str, Timing]:
@@ -114,22 +123,6 @@ def counted(question: str, what: str, found: int, tries: int, *, target: str = "
     return Row(question, f"{what}, of {tries}", float(found), None, None, None, target)
 
 
-def gemm(name: str, rows: int, inner: int, columns: int) -> tuple[Contender, int]:
-    """The machine's own matrix product `(rows, inner) @ (inner, columns)`, and its floating-point operations."""
-    a, b = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate(((rows, inner), (inner, columns))))
-    product = jax.jit(jnp.matmul)
-    flops = 2 * rows * inner * columns
-    repeats = max(1, int(2e9) // flops)  # long enough for the clock
-    return Contender(name, lambda: [product(a, b) for _ in range(repeats)], repeats), flops
-
-
-def copying(name: str, megabytes: int) -> tuple[Contender, int]:
-    """The machine's own copy of a large array, and the bytes that it reads and writes."""
-    x = jax.random.normal(jax.random.key(0), (megabytes * 2**18,))
-    copy = jax.jit(lambda x: x + 1)
-    return Contender(name, lambda: copy(x)), 2 * x.nbytes
-
-
 def device_name() -> str:
     """The accelerator's name, or the processor's."""
     device = jax.devices()[0]
@@ -143,7 +136,7 @@ def device_name() -> str:
 def environment() -> dict[str, Any]:
     """What a result depends on in addition to the code."""
     versions = {}
-    for name in ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy", "torch", "flax", "scikit-learn"):
+    for name in ("eqx_ensemble", "jax", "jaxlib", "equinox", "optax", "numpy", "torch", "scikit-learn"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -192,13 +185,12 @@ def rows_table(rows: Iterable[Row]) -> str:
 
 
 def environment_lines(found: dict[str, Any]) -> str:
-    """The environment in two lines."""
+    """The environment in two lines, and the seconds that a script took."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     load = "" if found["load"] is None else f"; load {found['load']:.1f} at the end"
-    return (
-        f"{found['device']}; {found['cores']} of {found['cores of the machine']} cores{load}; {found['date']}\n"
-        f"Python {found['python']}, {versions}"
-    )
+    cores = f"{found['cores']} of {found['cores of the machine']} cores"
+    first = f"{found['device']}; {cores}{load}; {found['date']}; {found['seconds']} s"
+    return f"{first}\nPython {found['python']}, {versions}"
 
 
 def printed(report: Report, found: dict[str, Any]) -> None:
@@ -211,6 +203,8 @@ def printed(report: Report, found: dict[str, Any]) -> None:
         low, median, high = np.quantile(timing.wall, (0.25, 0.5, 0.75)) * 1e3
         cpu = np.median(timing.cpu) * 1e3
         cells.append([timing.name, f"{median:.4g}", f"{low:.4g} to {high:.4g}", f"{cpu:.4g}"])
+    if report.text:
+        print(report.text)
     if cells:
         print("\n" + table(["ms per unit, this machine only", "wall", "quartiles", "CPU"], cells))
     if report.rows:
@@ -221,16 +215,41 @@ def as_json(report: Report) -> dict[str, Any]:
     """A report as plain data."""
     timings = [{"name": t.name, "wall": t.wall.tolist(), "cpu": t.cpu.tolist()} for t in report.timings]
     rows = [dataclasses.asdict(row) | {"verdict": row.verdict} for row in report.rows]
-    return {"title": report.title, "facts": report.facts, "rows": rows, "seconds per unit": timings}
+    found = {"title": report.title, "facts": report.facts, "text": report.text}
+    return found | {"rows": rows, "seconds per unit": timings}
 
 
-def saved(name: str, results: Any, found: dict[str, Any]) -> pathlib.Path:
-    """Writes results under the date and the device's name."""
+def saved(name: str, report: Report, found: dict[str, Any]) -> pathlib.Path:
+    """Writes results under the date and the device's name; tables in Markdown beside them."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", found["device"]).strip("-")
-    path = RESULTS / f"{found['date'][:10]}-{device}-{name}.json"
+    path = RESULTS / f"{found['date'][:10]}-{device}-{name.replace(' ', '_')}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"environment": found, "results": results}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": found, "results": as_json(report)}, indent=1) + "\n")
+    if report.text:
+        path.with_suffix(".md").write_text(f"# {report.title}\n\n{environment_lines(found)}\n{report.text}")
     return path
+
+
+def module_at(path: pathlib.Path) -> Any:
+    """A module that is no script's neighbour, after its run."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def in_child(path: str, *arguments: str, **environment: str) -> Report:
+    """What a script finds in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "found.json")
+        command = [sys.executable, path, "--json", file, *arguments]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | environment)
+        found = json.loads(file.read_text())["results"]
+    rows = [Row(**{k: v for k, v in row.items() if k != "verdict"}) for row in found["rows"]]
+    timings = [Timing(t["name"], np.array(t["wall"]), np.array(t["cpu"])) for t in found["seconds per unit"]]
+    return Report(found["title"], rows, timings, found["facts"], found["text"])
 
 
 def flags() -> argparse.ArgumentParser:
@@ -242,42 +261,22 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def script(
-    measure: Callable[..., Report],
-    *,
-    amount: tuple[str, float, float] | None = None,
-    parts: Sequence[str] = (),
-    cores: int = 1,
-) -> None:
-    """The `main` of a script: measures, prints, and writes JSON if asked to.
-
-    `amount` is a flag for the amount of work: its name, its default and its default with `--quick`. `parts` can be
-    measured alone.
-    """
-    name = pathlib.Path(measure.__code__.co_filename).stem
+def script(measure: Callable[..., Report], *, parts: Sequence[str] = (), cores: int = 1) -> None:
+    """The `main` of a script, whose `parts` can be measured alone: measures, prints, and writes JSON if asked to."""
+    name, start = pathlib.Path(measure.__code__.co_filename).stem, time.perf_counter()
     parser = flags()
     parser.add_argument("--json", type=pathlib.Path, help="also write JSON to this file")
-    if amount is not None:
-        flag, usual, quick = amount
-        text = f"how many (default: {usual}; {quick} with --quick)"
-        parser.add_argument(f"--{flag}", type=type(usual), dest="amount", help=text)
     if parts:
         parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="measure these alone")
     options = parser.parse_args()
     stay_on(cores if options.cores is None else options.cores)
-    if parts:
-        report = measure(options.quick, options.parts)
-        name = "-".join([name, *(options.parts if options.parts != parts else ())])
-    elif amount is None:
-        report = measure(options.quick)
-    else:
-        usual = quick if options.quick else usual
-        report = measure(options.quick, usual if options.amount is None else options.amount)
+    report = measure(options.quick, options.parts) if parts else measure(options.quick)
     if options.quick:  # the smallest sizes do not measure speed
         report.rows = [row if row.low is None else dataclasses.replace(row, target="") for row in report.rows]
-    found = environment()
+    found = environment() | {"seconds": round(time.perf_counter() - start)}
     printed(report, found)
     if options.json is not None:
         options.json.write_text(json.dumps({"environment": found, "results": as_json(report)}))
     if options.save:
-        print(f"\nsaved to {saved(name, as_json(report), found)}")
+        name = "-".join([name, *(options.parts if parts and options.parts != parts else ())])
+        print(f"\nsaved to {saved(name, report, found)}")

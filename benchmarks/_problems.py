@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools as ft
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _models import CNN, Block, Recurrent, mlp
 
 import eqx_ensemble as ee
 
@@ -30,29 +28,21 @@ class Problem:
     y: np.ndarray
     num_members: int
     batch_size: int
-    learning_rate: float = 1e-3
     sizes: tuple[int, ...] = ()
+    learning_rate: float = 1e-3
 
     @property
     def steps_per_epoch(self) -> int:
         """Batches per epoch; all are full."""
         return len(self.x) // self.batch_size
 
+    @property
+    def adam(self) -> optax.GradientTransformation:
+        return optax.adam(self.learning_rate)
+
     def ensemble(self, mesh: Any = None) -> ee.Ensemble:
         """All members; the same at every call."""
         return ee.build(self.make, self.num_members, mesh=mesh, key=jax.random.key(0))
-
-    @property
-    def layers(self) -> list[tuple[int, int]]:
-        """Inputs and outputs of every layer of an MLP."""
-        if not self.sizes:
-            raise NotImplementedError(f"{self.name} is not an MLP: its layers are not known here")
-        return list(itertools.pairwise(self.sizes))
-
-    def flops_per_step(self) -> int:
-        """Operations of a step's matrix products; there is no gradient with respect to the data."""
-        products = [2 * self.num_members * self.batch_size * inputs * out for inputs, out in self.layers]
-        return 3 * sum(products) - products[0]
 
     def own_rows(self, epochs: int) -> Iterator[np.ndarray]:
         """Per epoch, rows of every step `(steps, members, batch)`: a row order of its own for every member."""
@@ -63,12 +53,12 @@ class Problem:
             rows = rows.reshape(self.num_members, self.steps_per_epoch, self.batch_size)
             yield np.ascontiguousarray(rows.swapaxes(0, 1))
 
-    def shared_rows(self, epochs: int) -> Iterator[np.ndarray]:
-        """Per epoch, rows of every step `(steps, batch)`: one row order for all members."""
-        generator = np.random.default_rng(0)
-        for _ in range(epochs):
-            rows = generator.permutation(len(self.x)).astype(np.int32)
-            yield rows.reshape(self.steps_per_epoch, self.batch_size)
+    def fit(self, *, shuffle: bool = True, mesh: Any = None, **options: Any) -> Callable[[], ee.Run]:
+        """A whole `fit`; with `shuffle=False` every member still has its own rows, but none are drawn."""
+        ensemble, key, adam = self.ensemble(mesh), jax.random.key(0), self.adam
+        rows = None if shuffle else np.concatenate(list(next(self.own_rows(1))), axis=1)
+        options |= {"batch_size": self.batch_size, "progress": False, "key": key, "mesh": mesh}
+        return lambda: ee.fit(ensemble, self.loss, adam, (self.x, self.y), shuffle=shuffle, rows=rows, **options)
 
 
 def mean_squared_error(model: Any, batch: Any, key: Any) -> jax.Array:
@@ -81,61 +71,50 @@ def cross_entropy(model: Any, batch: Any, key: Any) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(x), y))
 
 
-def bfloat16_loss(loss: Callable[[Any, Any, Any], jax.Array], model: Any, batch: Any, key: Any) -> jax.Array:
-    """A loss of outputs computed in bfloat16; weights stay in float32."""
-    x, y = batch
-    model, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if eqx.is_inexact_array(a) else a, (model, x))
-    return loss(lambda x: model(x).astype(jnp.float32), (x, y), key)
+def mlp(sizes: Sequence[int], key: Any) -> eqx.nn.MLP:
+    """An MLP whose hidden layers are of one size."""
+    inputs, *hidden, out = sizes
+    return eqx.nn.MLP(inputs, out, hidden[0], len(hidden), key=key)
+
+
+class CNN(eqx.Module):
+    """Two convolutions, each before a pooling, and a linear layer, for images of 28 x 28."""
+
+    layers: eqx.nn.Sequential
+
+    def __init__(self, channels: int, *, key: Any):
+        keys = jax.random.split(key, 3)
+        relu, pool = eqx.nn.Lambda(jax.nn.relu), eqx.nn.MaxPool2d(2, 2)
+        first = eqx.nn.Conv2d(1, channels, 3, padding=1, key=keys[0])
+        second = eqx.nn.Conv2d(channels, 2 * channels, 3, padding=1, key=keys[1])
+        linear = eqx.nn.Linear(2 * channels * 7 * 7, 10, key=keys[2])
+        flat = eqx.nn.Lambda(jnp.ravel)
+        self.layers = eqx.nn.Sequential([first, relu, pool, second, relu, pool, flat, linear])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.layers(x)
 
 
 def tiny(*, quick: bool) -> Problem:
     """The tiny MLP: one member leaves the machine idle."""
-    generator = np.random.default_rng(1)
-    rows = 256 if quick else 2048
-    x = generator.standard_normal((rows, 13), np.float32)
-    y = np.sin(x[:, 0]) + 0.1 * generator.standard_normal(rows, np.float32)
-    return _of_mlps("tiny", (13, 50, 1), mean_squared_error, x, y, 4 if quick else 64, 32)
+    generator, sizes = np.random.default_rng(1), (13, 50, 1)
+    x = generator.standard_normal((256 if quick else 2048, 13), np.float32)
+    y = np.sin(x[:, 0]) + 0.1 * generator.standard_normal(len(x), np.float32)
+    return Problem("tiny", ft.partial(mlp, sizes), mean_squared_error, x, y, 4 if quick else 64, 32, sizes)
 
 
 def middle(*, quick: bool) -> Problem:
     """The middle MLP: one member keeps a core busy."""
-    x, y = _classes(256 if quick else 2048, 784)
-    return _of_mlps("middle", (784, 256, 256, 10), cross_entropy, x, y, 2 if quick else 16, 128)
+    (x, y), sizes = _classes(256 if quick else 2048, 784), (784, 256, 256, 10)
+    return Problem("middle", ft.partial(mlp, sizes), cross_entropy, x, y, 2 if quick else 16, 128, sizes)
 
 
-def deep(*, quick: bool) -> Problem:
-    """MLPs with large weights and intermediate arrays: memory depends on how many members a plan runs at a time."""
-    num_members, width, rows = (2, 32, 64) if quick else (32, 256, 256)
-    x, y = _classes(rows, 16)
-    return _of_mlps("deep", (16, width, width, width, width, 10), cross_entropy, x, y, num_members, rows)
-
-
-def cnn(num_members: int, *, quick: bool) -> Problem:
+def cnn(*, quick: bool) -> Problem:
     """A small CNN on 28 x 28."""
-    channels, batch_size = (2, 4) if quick else (16, 32)
+    channels, batch_size, num_members = (2, 4, 2) if quick else (16, 32, 4)
     x, y = _classes(2 * batch_size, 1, 28, 28)
-    name = f"CNN, {num_members} members"
-    return Problem(name, lambda key: CNN(channels, key=key), cross_entropy, x, y, num_members, batch_size)
-
-
-def block(*, quick: bool) -> Problem:
-    """A small transformer block: many operations, each of them small."""
-    num_members, batch_size, length, width = (2, 4, 4, 8) if quick else (16, 32, 32, 64)
-    x, y = _classes(8 * batch_size, length, width)
-    return Problem("block", lambda key: Block(width, 4, key=key), cross_entropy, x, y, num_members, batch_size)
-
-
-def recurrent(*, quick: bool) -> Problem:
-    """A GRU: one small operation after another."""
-    num_members, batch_size, length, width = (2, 4, 4, 8) if quick else (16, 32, 32, 64)
-    x, y = _classes(8 * batch_size, length, width)
-    return Problem("GRU", lambda key: Recurrent(width, key=key), cross_entropy, x, y, num_members, batch_size)
-
-
-def _of_mlps(
-    name: str, sizes: tuple[int, ...], loss: Any, x: np.ndarray, y: np.ndarray, num_members: int, batch_size: int
-) -> Problem:
-    return Problem(name, ft.partial(mlp, sizes), loss, x, y, num_members, batch_size, sizes=sizes)
+    make = lambda key: CNN(channels, key=key)
+    return Problem(f"CNN, {num_members} members", make, cross_entropy, x, y, num_members, batch_size)
 
 
 def _classes(rows: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,38 +1,71 @@
-"""Adapters: many members that fine-tune one base model; their time and bytes, and how well they predict shifted data.
+"""Adapters: many members that tune one base model; and one model of several sub-members: their time and bytes.
 
-`row` is one row through twelve layers, where reading the weights takes the time. `bytes` and `transformer` are those of
-a random transformer: weights and moments of Adam, a training step, a prediction. `quality` is in `_fine_tuning.py`.
+`row` is one row through twelve layers, where reading the weights takes the time. `bytes` are those of weights and of
+Adam's moments, `transformer` steps and predictions of a random one. How well they predict is in `quality.py`.
 """
 
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import _fine_tuning
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Contender, Report, Timing, compared, interleaved, ratio_row, script
-from _models import Transformer, mlp
+from _measure import Contender, Report, Timing, compared, interleaved, ratio_row, repeated, script
+from _problems import mlp
 
 import eqx_ensemble as ee
-from eqx_ensemble._cores import num_cores
 
-PARTS = ("row", "bytes", "transformer", "quality")
-RANK, COUNTS = 8, (1, 4, 16, 64)
-ADAM = optax.adam(1e-4)
-KEY = jax.random.key(0)
+RANK, COUNTS, SIZES = 8, (1, 4, 16, 64), {"20 million": (512, 6), "100 million": (1024, 8)}
+CONVERSIONS = ("batch_ensemble", "tabm", "mimo", "masksembles", "packed_ensemble")
+ADAM, KEY = optax.adam(1e-4), jax.random.key(0)
+
+
+class Layer(eqx.Module):
+    """One layer of a transformer, normalised before each part."""
+
+    norms: list[eqx.nn.LayerNorm]
+    attention: eqx.nn.MultiheadAttention
+    mlp: eqx.nn.MLP
+
+    def __init__(self, width: int, *, key: Any):
+        keys = jax.random.split(key)
+        self.norms = [eqx.nn.LayerNorm(width) for _ in range(2)]
+        self.attention = eqx.nn.MultiheadAttention(8, width, key=keys[0])
+        self.mlp = eqx.nn.MLP(width, width, 4 * width, 1, jax.nn.gelu, key=keys[1])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jax.vmap(self.norms[0])(x)
+        x = x + self.attention(y, y, y, jnp.tri(len(x), dtype=bool))
+        return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
+
+
+class Transformer(eqx.Module):
+    """A language model of bytes: logits of the byte after each."""
+
+    embedding: eqx.nn.Embedding
+    layers: list[Layer]
+    head: eqx.nn.Linear
+
+    def __init__(self, width: int, depth: int, *, key: Any):
+        first, last, *keys = jax.random.split(key, depth + 2)
+        self.embedding = eqx.nn.Embedding(256, width, key=first)
+        self.layers = [Layer(width, key=k) for k in keys]
+        self.head = eqx.nn.Linear(width, 256, key=last)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jax.vmap(self.embedding)(x)
+        for layer in self.layers:
+            x = layer(x)
+        return jax.vmap(self.head)(x)
 
 
 def measure(quick: bool, parts: Sequence[str]) -> Report:
     report = Report("Adapters of one base")
-    report.facts["cores"] = str(num_cores())
     for part in parts:
-        {"row": _row, "bytes": _bytes, "transformer": _transformer, "quality": _fine_tuning.report_quality}[part](
-            report, quick=quick
-        )
+        PARTS[part](report, quick=quick)
     return report
 
 
@@ -46,18 +79,15 @@ def _row(report: Report, *, quick: bool) -> None:
         ensemble = _random_up(ee.methods.adapters.low_rank(base, n, rank=RANK, key=KEY))
         ways[f"{n}, call"] = lambda e=ensemble: call(e, x)
         ways[f"{n}, predict"] = lambda e=ensemble: ee.predict(e, x[None])
-        ways[f"{n}, vmap"] = ft.partial(_by_hand, [m for m in _matrices(ensemble)], x)
+        ways[f"{n}, vmap"] = ft.partial(_by_hand, ensemble.stacked.layers, x)
         found, expected = call(ensemble, x), ways[f"{n}, vmap"]()
         if not np.allclose(found, expected, atol=1e-4):
             raise AssertionError(f"{n} members are not those by hand: {np.abs(found - expected).max():.1e} apart")
     whole = ee.stack([base] * copies)
     ways[f"{copies} whole copies, call"] = lambda: call(whole, x)
-    repeats = 2 if quick else 5
-    repeated = lambda run: lambda: [jax.block_until_ready(run()) for _ in range(repeats)][-1]
-    contenders = [Contender(name, repeated(run), repeats) for name, run in ways.items()]
+    contenders = [repeated(name, run, 2 if quick else 5) for name, run in ways.items()]
     times = interleaved(contenders, rounds=3 if quick else 25)
     report.timings += times.values()
-    report.facts["one row: fastest milliseconds"] = _fastest(times)
     for n in counts[1:]:
         for way in ("call", "predict", "vmap"):
             target = "<= 2" if n == 16 and way != "vmap" else ""
@@ -67,23 +97,18 @@ def _row(report: Report, *, quick: bool) -> None:
         report.rows.append(compared(f"one row: {name}", times[name], times["the base"]))
 
 
-def _matrices(ensemble: ee.Ensemble) -> Any:
-    """Weight, bias, `down` and `up` of every layer."""
-    return ((layer.layer.weight, layer.bias, layer.down, layer.up) for layer in ensemble.stacked.layers)
-
-
 @eqx.filter_jit
 def _by_hand(layers: Any, x: jax.Array) -> jax.Array:
     """What one would write: the members' matrices are mapped, the weights are not."""
 
     def of_member(own: Any) -> jax.Array:
         hidden = x
-        for i, ((weight, bias, _, _), (down, up)) in enumerate(zip(layers, own, strict=True)):
-            hidden = weight @ hidden + up @ (down @ hidden) + bias
+        for i, (layer, (down, up)) in enumerate(zip(layers, own, strict=True)):
+            hidden = layer.layer.weight @ hidden + up @ (down @ hidden) + layer.bias
             hidden = jax.nn.relu(hidden) if i < len(layers) - 1 else hidden
         return hidden
 
-    return jax.vmap(of_member)([(down, up) for _, _, down, up in layers])
+    return jax.vmap(of_member)([(layer.down, layer.up) for layer in layers])
 
 
 def _random_up(ensemble: Any) -> Any:
@@ -93,24 +118,20 @@ def _random_up(ensemble: Any) -> Any:
 
 
 def _bytes(report: Report, *, quick: bool) -> None:
-    """Weights and both moments of Adam, of all that is stored in training."""
-    for name, (width, depth) in {"20 million": (32, 2)}.items() if quick else _SIZES.items():
+    """Weights and both moments of Adam, relative to those of one model that is trained whole."""
+    for name, (width, depth) in ({"small": (32, 2)} if quick else SIZES).items():
         base = Transformer(width, depth, key=KEY)
-        one = 3 * _num_bytes(base)
-        report.facts[f"{name} weights: the base"] = f"{one // 12:,} weights; {one / 1e6:.0f} MB with Adam's state"
-        for n in COUNTS:
+        for n in COUNTS[: 2 if quick else 4]:
             for where in (None, eqx.nn.MultiheadAttention):
                 ensemble = ee.methods.adapters.low_rank(base, n, rank=RANK, where=where, key=KEY)
                 own = 3 * _num_bytes(ee.train.init(ensemble, ADAM, key=KEY).params)
-                layers = "all layers" if where is None else "attention alone"
-                target = "<= 1.2" if n == 16 else ""
-                ratio = (_num_bytes(base) + own) / one
-                question = f"{name} weights, {n} members, {layers}: bytes in training"
-                report.rows.append(ratio_row(question, "adapters / one whole model", [ratio], target=target))
-                report.rows.append(ratio_row(question, f"adapters / {n} whole models", [ratio / n]))
-
-
-_SIZES = {"20 million": (512, 6), "100 million": (1024, 8)}
+                ratio = (_num_bytes(base) + own) / (3 * _num_bytes(base))
+                question = f"{name} weights, {n} members, {'all layers' if where is None else 'attention alone'}: bytes"
+                report.rows.append(ratio_row(question, "adapters / one whole model", [ratio]))
+    model = mlp((64, 256, 256, 10), KEY)
+    for name in CONVERSIONS:
+        ratio = _num_bytes(getattr(ee.methods.efficient, name)(model, 4, key=KEY)) / _num_bytes(model)
+        report.rows.append(ratio_row(f"4 sub-members: bytes of {name}", f"{name} / one MLP", [ratio]))
 
 
 def _num_bytes(tree: Any) -> int:
@@ -118,28 +139,21 @@ def _num_bytes(tree: Any) -> int:
 
 
 def _transformer(report: Report, *, quick: bool) -> None:
-    """A step on two sequences of sixteen bytes; a prediction for one. Whole models: as many as memory allows."""
-    width, depth = (32, 2) if quick else _SIZES["20 million"]
-    base = Transformer(width, depth, key=KEY)
+    """A step on two sequences of sixteen bytes; a prediction for one; beside one whole model."""
+    base = Transformer(*((32, 2) if quick else SIZES["20 million"]), key=KEY)
     batch = jax.random.randint(KEY, (2, 17), 0, 256)
-    steps, predictions = [], []
-    for n, is_whole in [(n, False) for n in COUNTS[: 2 if quick else 4]] + [(1, True), (4, True)]:
-        if is_whole:
-            ensemble = ee.stack([base] * n)
-        else:
-            ensemble = ee.methods.adapters.low_rank(base, n, rank=RANK, key=KEY)
-        name = f"{n} whole" if is_whole else f"{n} members"
-        state, step = ee.train.init(ensemble, ADAM, key=KEY), ee.train.make_step(_next_byte, ADAM)
-        steps.append(Contender(f"a step, {name}", lambda s=state, f=step: f(s, batch)[1].loss))
-        predictions.append(Contender(f"a prediction, {name}", lambda e=ensemble: ee.predict(e, batch[:1, :16])))
-    for what, contenders in (("a step", steps), ("a prediction", predictions)):
-        times = interleaved(contenders, rounds=3 if quick or what == "a step" else 9)
+    ensembles = {f"{n} members": ee.methods.adapters.low_rank(base, n, rank=RANK, key=KEY) for n in (1, 16)}
+    ensembles["one whole model"] = ee.stack([base])
+    step = ee.train.make_step(_next_byte, ADAM)
+    states = {name: ee.train.init(ensemble, ADAM, key=KEY) for name, ensemble in ensembles.items()}
+    steps = [Contender(f"a step, {name}", lambda s=state: step(s, batch)[1].loss) for name, state in states.items()]
+    predict = lambda ensemble: ee.predict(ensemble, batch[:1, :16])
+    predictions = [Contender(f"a prediction, {name}", ft.partial(predict, e)) for name, e in ensembles.items()]
+    for contenders in (steps, predictions):
+        times: dict[str, Timing] = interleaved(contenders, rounds=3 if quick else 5)
         report.timings += times.values()
-        report.facts[f"transformer, fastest milliseconds of {what}"] = _fastest(times)
-        names = list(times)
-        for name in names[1:]:
-            report.rows.append(compared(f"transformer: {name}", times[name], times[names[0]]))
-        report.rows.append(compared(f"transformer: {what}, one member", times[names[0]], times[names[-2]]))
+        one, several, whole = times.values()
+        report.rows += [compared("transformer", above, below) for above, below in ((several, one), (one, whole))]
 
 
 def _next_byte(model: Any, batch: jax.Array, key: Any) -> jax.Array:
@@ -147,9 +161,7 @@ def _next_byte(model: Any, batch: jax.Array, key: Any) -> jax.Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]))
 
 
-def _fastest(times: dict[str, Timing]) -> str:
-    return ", ".join(f"{name} {1e3 * time.wall.min():.3g}" for name, time in times.items())
-
+PARTS: dict[str, Callable[..., None]] = {"row": _row, "bytes": _bytes, "transformer": _transformer}
 
 if __name__ == "__main__":
-    script(measure, parts=PARTS, cores=0)
+    script(measure, parts=tuple(PARTS), cores=0)

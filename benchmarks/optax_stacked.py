@@ -5,8 +5,6 @@ leading `members` axis and the gradient of the sum of losses; and by `train.make
 ends at another value than alone. A NaN in one member's targets spreads if a weight of another member is not finite.
 """
 
-import functools as ft
-import importlib.util
 import pathlib
 import warnings
 from typing import Any
@@ -15,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _measure import Report, counted, script
+from _measure import Report, counted, module_at, script
 
 import eqx_ensemble as ee
 
@@ -30,34 +28,25 @@ WRAPPERS = {
 }  # fmt: skip
 # Their noise differs between one key and several, so that nothing is to be compared.
 NOISY = {"add_noise", "noisy_sgd", "contrib.hutchinson_estimator_diag_hessian", "contrib.sophia"}
+# The public names of optax, and how each is made: what the tests use.
+CASES = pathlib.Path(__file__).parent.parent / "tests/train/optax_cases.py"
 QUICK = ["adam", "clip_by_global_norm", "lamb"]
 
 
-def _census() -> Any:
-    """The public names of optax, and how each is made: what the tests use."""
-    path = pathlib.Path(__file__).parent.parent / "tests/train/optax_cases.py"
-    spec = importlib.util.spec_from_file_location("optax_cases", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def measure(quick: bool) -> Report:
-    report, census = Report("optax on stacked parameters"), _census()
+    report, census = Report("optax on stacked parameters"), module_at(CASES)
     names = QUICK if quick else [name for name in census.TRAINED if name not in WRAPPERS | NOISY]
     wrong, spread, ours, failed = [], [], [], []
     for name in names:
         with jax.enable_x64("lbfgs" in name), warnings.catch_warnings():  # a line search compares
             warnings.simplefilter("ignore")
             optimiser, (params, x, y) = census.optimiser(name), _problem()
-            train = ft.partial(_train, name, optimiser)
+            of_one, of_all = (_training(name, optimiser, loss) for loss in (_loss, _total))
             members = [jax.tree.map(lambda a, i=i: a[i], params) for i in range(MEMBERS)]
-            alone = ee.tree.stack([train(_loss, p, x[:, i], y[:, i]) for i, p in enumerate(members)])
+            alone = ee.tree.stack([of_one(p, x[:, i], y[:, i]) for i, p in enumerate(members)])
             ours += [name] * _differ(_ours(optimiser, params, x, y), alone)
             try:
-                stacked, broken = (train(_total, params, x, targets) for targets in (y, y.at[:, -1].set(jnp.nan)))
+                stacked, broken = (of_all(params, x, targets) for targets in (y, y.at[:, -1].set(jnp.nan)))
             except Exception as error:
                 failed.append(f"{name} ({type(error).__name__})")
                 continue
@@ -97,7 +86,8 @@ def _total(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(jax.vmap(_loss)(params, x, y))
 
 
-def _train(name: str, optimiser: Any, loss: Any, params: Any, x: jax.Array, y: jax.Array) -> Any:
+def _training(name: str, optimiser: Any, loss: Any) -> Any:
+    """A function of parameters and data that trains, whose program is compiled once."""
     transform = optax.with_extra_args_support(optimiser)
 
     @jax.jit
@@ -108,10 +98,13 @@ def _train(name: str, optimiser: Any, loss: Any, params: Any, x: jax.Array, y: j
         updates, state = transform.update(grad, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
-    state = transform.init(params)
-    for i in range(STEPS):
-        params, state = step(params, state, x[i], y[i])
-    return params
+    def train(params, x, y):
+        state = transform.init(params)
+        for i in range(STEPS):
+            params, state = step(params, state, x[i], y[i])
+        return params
+
+    return train
 
 
 def _ours(optimiser: Any, params: Any, x: jax.Array, y: jax.Array) -> Any:

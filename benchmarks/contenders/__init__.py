@@ -1,1 +1,0 @@
-"""Ways to spend the same number of member-steps: every function here trains by a task, and gives a `Fitted`."""
