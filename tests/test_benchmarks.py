@@ -34,6 +34,7 @@ def run_script(name, *arguments, cwd):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script(name, tmp_path):
     printed = run_script(name, "--json", str(tmp_path / "found.json"), cwd=tmp_path)
@@ -45,6 +46,7 @@ def test_script(name, tmp_path):
     assert found["environment"]["versions"]["eqx_ensemble"] in printed
 
 
+@pytest.mark.slow
 def test_several_scripts_in_one_table(tmp_path):
     *_, table = run_script("__main__", "stopping", "house", cwd=tmp_path).split("All questions")
     assert all(question in table for question in ("time given back", "lines of code"))
