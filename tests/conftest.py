@@ -32,6 +32,14 @@ _MOST_BYTES = 1.1e9  # of a process; compiled programs are most of them
 _tests = itertools.count(1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keeps the tests of a file in one process: they share compiled programs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 def pytest_collection():
     """What is imported and collected stays."""
     gc.disable()
