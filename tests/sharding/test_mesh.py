@@ -101,7 +101,7 @@ class TestMakeMesh:
             "fit": lambda mesh: ee.fit(ensemble, loss, OPTIMISER, (X, Y), epochs=1, mesh=mesh, key=KEY),
             "predict": lambda mesh: ee.predict(ensemble, X, mesh=mesh),
         }
-        with pytest.raises(TypeError, match=rf"`{name}` needs a mesh with the axes `members` and"):
+        with pytest.raises(TypeError, match=rf"`{name}` needs a mesh with the axis `members`, and"):
             calls[name](mesh())
 
     def test_a_mesh_of_another_kind_is_left_alone(self):

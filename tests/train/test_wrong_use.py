@@ -49,7 +49,7 @@ WRONG = {
     "a rate for an optimiser": (lambda: fit(optimiser=1e-2), TypeError, "must be an optax optimiser"),
     "no data": (lambda: fit(()), ValueError, "without data"),
     "a loss without a key": (
-        lambda: fit(loss=lambda model, batch: 0.0), TypeError, r"\(model, batch, key\)`. `<lambda>` cannot"
+        lambda: fit(loss=lambda model, batch: 0.0), TypeError, r"key\)`. `<lambda>` cannot"
     ),
     "out-of-bag rows of other data": (
         lambda: fit(rows=np.zeros((MEMBERS, 8), int)).out_of_bag(X[:6]), ValueError, "all 8 rows .* got 6",
