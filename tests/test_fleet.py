@@ -18,6 +18,7 @@ import eqx_ensemble as ee
 from eqx_ensemble import fleet
 
 from .factories import assert_same
+from .marking import slow_but
 
 pytest.importorskip("cloudpickle", reason="needs the extra `fleet`")
 
@@ -110,7 +111,7 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*diverged")
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", slow_but(["hyper and bootstraps", "patience"], OPTIONS))
 def test_shards_are_one_fit(name, tmp_path):
     options = ({} if "steps" in OPTIONS[name] else {"epochs": 2}) | OPTIONS[name]
     executor = Here()
@@ -119,12 +120,13 @@ def test_shards_are_one_fit(name, tmp_path):
     assert len(executor.calls) == 3
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize("shards", slow_but([5], [1, 5]))
 def test_any_number_of_shards(shards, tmp_path, expected):
     with ThreadPoolExecutor(2) as executor:
         assert_equal(fit(fleet.fit, executor, folder=tmp_path, shards=shards, epochs=2), expected)
 
 
+@pytest.mark.slow
 def test_default_plan(tmp_path):
     """Within rounding: another number of members may be another program."""
     found = fit(fleet.fit, Here(), folder=tmp_path, shards=2, epochs=2, plan=None)
@@ -150,6 +152,7 @@ def stateful_loss(model, state, batch, key):
     return jnp.mean((out[:, 0] - y) ** 2), state
 
 
+@pytest.mark.slow
 def test_members_with_a_state(tmp_path):
     ensemble, state = ee.build(eqx.nn.make_with_state(Normed), 5, key=KEY)
     options = {"ensemble": ensemble, "state": state, "loss": stateful_loss, "steps": 4}
@@ -163,6 +166,7 @@ def test_own_keys(tmp_path):
     assert_equal(found, fit(ee.fit, steps=3, key=keys))
 
 
+@pytest.mark.slow
 def test_shared_arrays_travel_once_and_own_ones_in_parts(tmp_path):
     x, own = np.tile(X, (1000, 1)), np.zeros((MEMBERS, 1000, 5), np.float32)
     loss = lambda model, batch, key: mse(model, batch[0], key) + batch[1].sum()
@@ -175,6 +179,7 @@ def test_shared_arrays_travel_once_and_own_ones_in_parts(tmp_path):
     assert max(each) < 1.5 * own[0].nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*diverged")
 def test_shards_of_different_lengths(tmp_path):
     """Members of the first shard stop in the first epoch, one of the second diverges in the second."""
@@ -200,6 +205,7 @@ def test_finished_shards_are_not_sent_again(tmp_path, expected):
     assert executor.calls == []
 
 
+@pytest.mark.slow
 def test_more_epochs_go_on(tmp_path):
     fit(fleet.fit, Here(), folder=tmp_path, shards=3, epochs=2)
     executor = Here()

@@ -119,16 +119,16 @@ def test_categories_and_times_are_refused():
             from_foreign(pandas.DataFrame({"t": values}))
 
 
-def test_lazy_frames_and_odd_tensors_are_refused():
+def test_lazy_frames_and_odd_tensors_are_refused(ensemble):
     torch = library("torch")
     bad = {"meta": torch.zeros(2, device="meta"), "sparse": torch.eye(2).to_sparse()}
     bad |= {"float8": torch.zeros(2).to(torch.float8_e4m3fn)}
     for word, tensor in bad.items():
         with pytest.raises(TypeError, match=f"`predict`.*`x`.*{word}"):
-            from_foreign(tensor, "x")
+            ee.predict(ensemble, tensor)
     polars = library("polars")
     with pytest.raises(TypeError, match=r"Pass `x.collect\(\)`"):
-        from_foreign(polars.DataFrame({"a": [1]}).lazy(), "x")
+        ee.predict(ensemble, polars.DataFrame({"a": [1]}).lazy())
 
 
 def test_tensors():

@@ -16,6 +16,7 @@ from eqx_ensemble.train._blocks import train_block
 
 from ..collectives import collectives, text_of
 from ..factories import CASES, assert_close, assert_same_where_optimised, data
+from ..marking import slow_but
 
 KEY = jax.random.key(0)
 MESHES = {"4x1": {"members": 4}, "2x2": {"members": 2, "data": 2}, "1x4": {"members": 1, "data": 4}}
@@ -137,7 +138,7 @@ class TestBuild:
 
 class TestFit:
     @on_meshes
-    @pytest.mark.parametrize("num_members", [5, 8])
+    @pytest.mark.parametrize("num_members", slow_but([5], [5, 8]))
     def test_as_on_one_device(self, shape, num_members):
         same_run(fitted(num_members, shape), on_one_device(num_members))
 
@@ -156,6 +157,7 @@ class TestFit:
         more = ee.fit(run, loss, OPTIMISER, (X, Y), batch_size=8, epochs=2)
         same_run(more, fitted(8, validation=None, patience=None))
 
+    @pytest.mark.slow
     @on_meshes
     def test_batches_of_an_iterable(self, shape):
         batches = [(X[i : i + 12], Y[i : i + 12]) for i in range(0, 36, 12)]
@@ -199,6 +201,7 @@ class TestFit:
         trained = lambda run: (run.ensemble, run.state, run.train_state.opt_state, run.train_state.loss)
         assert_close(trained(run(ee.make_mesh(2, 2))), trained(run(None)), 1e-4)
 
+    @pytest.mark.slow
     def test_continued_on_other_devices(self, tmp_path):
         checkpoint = ee.train.Checkpoint(tmp_path / "run", every=1)
         fitted(5, MESHES["4x1"], epochs=2, checkpoint=checkpoint)

@@ -13,6 +13,7 @@ import eqx_ensemble as ee
 
 from ..factories import CASES, assert_close, assert_same
 from ..factories import data as factory_data
+from ..marking import slow_but
 from .reference import Member, key_of_member
 
 KEY, MEMBERS, ROWS, BATCH = jax.random.key(5), 3, 20, 8
@@ -189,7 +190,13 @@ def test_a_long_epoch_is_kept_in_parts():
     np.testing.assert_array_equal(run.history.validation_step, [600, 700])
 
 
-@pytest.mark.parametrize("name", ["conv and batch norm", "attention and dropout", "tied weights", "bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["conv and batch norm", "bfloat16"],
+        ["conv and batch norm", "attention and dropout", "tied weights", "bfloat16"],
+    ),
+)
 def test_other_models(name):
     case, whole = CASES[name], factory_data()
     adam = optax.adam(1e-2, eps=case.eps)
