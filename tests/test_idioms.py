@@ -194,6 +194,7 @@ def test_a_program_of_the_user_is_compiled_once():
     assert traces == 1
 
 
+@pytest.mark.slow
 def test_ensembles_of_ensembles(tmp_path):
     members = [ee.build(Model, 2, key=jax.random.key(seed)) for seed in (1, 2)]
     nest = ee.stack(members)

@@ -80,6 +80,7 @@ def test_other_generators_are_refused_because_vmap_changes_them(implementation):
         ee.member_keys(keys[0], 3)
 
 
+@pytest.mark.slow
 def test_another_default_generator_is_no_reason_to_fail(tmp_path):
     """`jax_default_prng_impl="rbg"` is usual on TPUs; keys that the library makes itself are threefry keys."""
 

@@ -47,6 +47,7 @@ def records_of_leveldb(data, *, header):
             parts = []
 
 
+@pytest.mark.slow
 def test_csv():
     made = program("import csv")
     with open(made["path"], newline="") as file:

@@ -96,6 +96,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_found(name):
     make, loss, optimiser, text = WRONG[name]

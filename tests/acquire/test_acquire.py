@@ -243,6 +243,7 @@ def test_bald_is_the_epistemic_entropy():
     np.testing.assert_allclose(want, [information([i]) for i in range(9)], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, INFORMANTS])
 def test_batch_bald_is_brute_force_over_all_labels(weights):
     want = informative(4, weights=weights)  # 3 ** 4 joint labels
@@ -286,6 +287,7 @@ def test_small_disagreement_is_not_lost():
     assert_picks(acquire.batch_bald(logits, 3, weights=INFORMANTS), want, rtol=5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_outcomes", [1, 9])
 def test_sampled_labels(max_outcomes):
     rows = informative(4)[0]

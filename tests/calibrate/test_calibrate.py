@@ -151,6 +151,7 @@ def _binary(kind, odds, labels, **options):
     return np.asarray(fitted.coefficients)[0, 1]
 
 
+@pytest.mark.slow
 def test_platt_is_scikit_learns():
     from sklearn.calibration import _SigmoidCalibration
 

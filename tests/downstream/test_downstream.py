@@ -66,6 +66,7 @@ HOOKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", slow_but(["its own hook"], HOOKS))
 def test_its_own_loop_callback_and_copies_under_its_hook(hook):
     packages, environment, is_checked = HOOKS[hook]

@@ -170,6 +170,7 @@ def test_members_are_as_alone():
     assert outcomes["too close"] <= max(1, outcomes.total() // 20), outcomes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unhooked")
 def test_other_rows_would_be_noticed(monkeypatch):
     monkeypatch.setattr(reference, "stream_of", lambda key, count, rows, *, shuffle: np.arange(count) % rows)

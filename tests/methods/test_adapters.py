@@ -142,6 +142,7 @@ def test_a_base_in_bfloat16_keeps_adapters_in_float32():
     assert ensemble(jnp.ones(25, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_last_layers_are_those_of_whole_copies():
     last = layers_only(BASE, 3, where=lambda model: model.layers[-1])
     assert [x.shape for x in jax.tree.leaves(own_arrays(last)[0])] == [(3, 2, 6), (3, 2)]

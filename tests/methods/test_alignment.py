@@ -172,6 +172,7 @@ def test_units_that_are_found():
         assert len(find_units({"deep": [jnp.ones(2), eqx.nn.Sequential(layers)]})) == count
 
 
+@pytest.mark.slow
 def test_bad_input(unhooked):
     small = lambda key: eqx.nn.MLP(3, 1, 2, 1, activation=jnp.tanh, key=key)
     ensemble, x = ee.build(small, 2, key=KEY), rows(2, 3)

@@ -214,6 +214,7 @@ def test_trained_as_each_alone_saved_and_resumed(kind, rows, tmp_path):
     assert_same(ee.load(tmp_path / "joint", lambda key: make(key, kind)), run.ensemble)
 
 
+@pytest.mark.slow
 def test_fast_weights_have_their_own_optimiser_and_hyper_parameters():
     ensemble, scaled = ee.build(make, 2, key=KEY), lambda model, batch, key, hyper: hyper * mse(model, batch, key)
     optimiser = optax.multi_transform({"fast": optax.set_to_zero(), "slow": optax.sgd(0.1)}, efficient.weight_labels)

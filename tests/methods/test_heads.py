@@ -128,6 +128,7 @@ def test_heads(floor):
     np.testing.assert_allclose(heads.vacuity(alpha), 12 / np.sum(alpha, -1), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [-200.0, 200.0])
 def test_far_outputs_have_finite_losses_and_gradients(raw):
     of_gamma = lambda raw: heads.evidential_loss(*heads.normal_inverse_gamma(raw), jnp.float32(0.5))

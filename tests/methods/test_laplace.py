@@ -122,6 +122,7 @@ def test_links_of_two_classes(mean, variance, found):
         assert draws == pytest.approx(exact, abs=5 * 0.5 / np.sqrt(20_000))
 
 
+@pytest.mark.slow
 def test_links_of_extreme_logits():
     """Whose exponential overflows, or that do not vary or always sum to zero."""
     mean, covariance = jnp.array([2.0, 0.5, -1.0]), jnp.array([[2.0, 0.5, 0.1], [0.5, 1.0, 0.3], [0.1, 0.3, 3.0]])

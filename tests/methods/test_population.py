@@ -182,6 +182,7 @@ def test_training_is_replayed_by_a_loop_over_single_members(found):
         assert_close(found.run.train_state.ensemble[i], member.model, 2e-5)  # forty steps of Adam in another program
 
 
+@pytest.mark.slow
 def test_who_was_replaced_explored_and_won(found):
     for r, (scores, row) in enumerate(zip(found.scores[:3], found.lineage[:3], strict=True)):
         order, replaced = np.argsort(scores), row != np.arange(MEMBERS)
@@ -298,6 +299,7 @@ def test_members_that_diverge_are_scores_of_nan(columns):
     assert np.isnan(paired_differences(found, "crps", "slow")["lost"]).all()
 
 
+@pytest.mark.slow
 def test_every_row_is_predicted_by_those_that_held_it_out():
     ensemble, sgd = ee.build(make, 6, key=KEY), optax.sgd(0.1)
     run, held_out = cross_fit(ensemble, loss, sgd, ALL, FOLDS, x=ALL[0], key=KEY, **SHORT)

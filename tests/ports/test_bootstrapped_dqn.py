@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqx_ensemble as ee
 
@@ -107,6 +108,7 @@ def play(agent, steps=20):
     return actions
 
 
+@pytest.mark.slow
 def test_the_same_agent():
     """To rounding: under `vmap` products are rounded in another order."""
     keys = jax.random.split(KEY, 2 * MEMBERS)

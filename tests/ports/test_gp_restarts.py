@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqx_ensemble as ee
 
@@ -81,6 +82,7 @@ def ported(raw, x, y, z):
     return state, metrics.loss, best, mixture
 
 
+@pytest.mark.slow
 def test_the_same_mixture():
     """To rounding: a loop is compiled otherwise than its steps, and moments are summed otherwise."""
     rng = np.random.default_rng(5)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqx_ensemble as ee
 
@@ -97,6 +98,7 @@ def ported(models, data, test):
     return state.ensemble, history, results | {f"{name}_ensemble": x for name, x in predicted.items()}
 
 
+@pytest.mark.slow
 def test_the_same_potentials():
     """To rounding: by hand, the atoms' pairs are one product, in Equinox a product each."""
     rng = np.random.default_rng(0)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqx_ensemble as ee
 
@@ -113,6 +114,7 @@ def ported(ensemble, train, held_out):
     return ensemble, losses, error, elites
 
 
+@pytest.mark.slow
 def test_the_same_model():
     """To rounding: a product with `(in, out)` is another than with the `(out, in)` of Equinox."""
     rng = np.random.default_rng(0)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqx_ensemble as ee
 
@@ -200,6 +201,7 @@ def ported(population):
     return population, *world, history
 
 
+@pytest.mark.slow
 def test_the_same_population():
     """Bit for bit: `map_members` is `vmap`."""
     population = ee.build(Agent, MEMBERS, key=jax.random.key(0))

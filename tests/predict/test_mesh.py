@@ -53,6 +53,7 @@ def assert_as_on_one_device(members, devices, data, options):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("members", "batch_size"), [(2, 1), (6, 4)])
 def test_members_that_do_not_divide_over_devices(members, batch_size):
     options = {"combine": None, "batch_size": batch_size, "plan": None, "born on it": False, "own rows": True}

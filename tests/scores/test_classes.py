@@ -176,6 +176,7 @@ def joint(rows):
     return -special.logsumexp(LOG_SCORES[:, list(rows)].sum(axis=1), b=JOINT_WEIGHTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_weights", [None, np.array([1.0, 2.0, 0.0, 3.0, 1.0])])
 def test_dyadic_sampling_is_the_sum_over_all_sets(row_weights):
     share = np.full(5, 0.2) if row_weights is None else row_weights / row_weights.sum()

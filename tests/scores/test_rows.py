@@ -231,6 +231,7 @@ def test_a_paired_difference_is_known_far_better():
     np.testing.assert_allclose(same, paired, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_large_offset_costs_the_standard_error_no_precision():
     values = np.float32(1e4 + 0.1 * np.random.default_rng(0).normal(size=20_000))
     rest = np.float32(np.float64(values) - 1e4)  # floats near 1e4 are further apart than the standard error is large

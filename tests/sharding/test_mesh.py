@@ -179,6 +179,7 @@ class TestFit:
             )  # fmt: skip
             same_run(many, one)
 
+    @pytest.mark.slow
     def test_a_member_that_diverges(self):
         spoilt = np.stack([Y] * 4)
         spoilt[1] = np.nan

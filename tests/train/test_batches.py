@@ -88,6 +88,7 @@ def test_auxiliary_outputs():
     np.testing.assert_array_equal(run.history.aux[1], np.stack([y for _, y in [*BATCHES, *BATCHES]]))
 
 
+@pytest.mark.slow
 def test_on_a_mesh():
     """Two devices for three members: what is of one's own is padded as the members are."""
     own = [(x, ee.Each(np.stack([y + i for i in range(MEMBERS)]))) for x, y in BATCHES]

@@ -45,6 +45,7 @@ def assert_close(model, other):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_that_calls_python_is_not_mistaken_for_another_one():
     def scaled(scale):
         host = lambda x: np.float32(scale) * x
@@ -95,6 +96,7 @@ def test_boolean_auxiliary_outputs_of_arrays():
     np.testing.assert_array_equal(found, np.broadcast_to(np.sort(X.sum(1) > 0), (MEMBERS, 2, 8)))
 
 
+@pytest.mark.slow
 def test_optimisers_that_wrap_and_that_are_not_called():
     wrapped = optax.MultiSteps(optax.adam(0.1), 2)
     with jax.numpy_dtype_promotion("standard"):  # of optax

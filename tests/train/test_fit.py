@@ -224,6 +224,7 @@ def test_auxiliary_outputs_and_means_of_epochs():
     np.testing.assert_array_equal(thin.history.step, [3, 6])
 
 
+@pytest.mark.slow
 def test_auxiliary_outputs_on_devices_that_share_rows():
     with_aux = lambda model, batch, key: (loss(model, batch, key), jnp.stack([batch[1][0], jnp.mean(batch[1])]))
     options = {"batch_size": BATCH, "hyper": RATES, "key": KEY, "has_aux": True, "steps": 4}

@@ -121,6 +121,7 @@ def test_the_default_blocks_and_one_block_agree():
     np.testing.assert_allclose(parts.history.loss, whole.history.loss, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_convolutions_as_products():
     from eqx_ensemble.train._convolutions import as_products, has_convolution
 

@@ -107,7 +107,7 @@ OPTIONS = {
     "lbfgs": {"steps": 9, "optimiser": optax.lbfgs(), "shuffle": False},
     "noise": {"steps": 20, "optimiser": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(5)), optax.sgd(0.01))},
 }
-QUICK = ("steps", "validation", "members stop", "reviving")
+QUICK = ("validation", "reviving")
 
 
 class TestTheSameCallGoesOn:

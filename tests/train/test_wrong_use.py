@@ -124,6 +124,7 @@ def test_the_traceback_of_an_error_in_a_loss_is_short(capsys):
     assert len(lines) < 40
 
 
+@pytest.mark.slow
 def test_hyper_parameters_that_nothing_uses_are_told():
     hyper = {"lr": jnp.ones(MEMBERS)}
     with pytest.warns(UserWarning, match="nothing uses `hyper`"):
