@@ -117,6 +117,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize(("dtype", "x64"), [("bfloat16", False), ("float64", True)])
 def test_of_any_dtype(name, dtype, x64):

@@ -55,7 +55,9 @@ def perturb(ensemble):
     return dataclasses.replace(ensemble, stacked=eqx.combine(jax.tree.map(move, own), rest))
 
 
-@pytest.mark.parametrize(("name", "adapter"), PAIRS)
+@pytest.mark.parametrize(
+    ("name", "adapter"), [PAIRS[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in PAIRS[1:])]
+)
 def test_members_begin_as_the_base_and_merge(name, adapter):
     base, inputs = MODELS[name]
     ensemble = ADAPTERS[adapter](base)

@@ -12,6 +12,7 @@ from eqx_ensemble.methods import efficient
 from eqx_ensemble.methods.efficient import batch_ensemble, masksembles, mean_loss, members, mimo, packed_ensemble, tabm
 
 from ..factories import CASES, Alone, assert_close, assert_same, data, distance, in_order, mse, relaxed, step_key
+from ..marking import slow_but
 
 KEY = jax.random.key(3)
 X = np.asarray(jax.random.normal(jax.random.key(4), (7, 12)))
@@ -32,8 +33,10 @@ CONVOLUTIONS = eqx.nn.Sequential([
 ])  # fmt: skip
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("model", [MLP, CONVOLUTIONS], ids=["mlp", "convolutions"])
+@pytest.mark.parametrize("name", slow_but(["batch_ensemble", "mimo"], KINDS))
+@pytest.mark.parametrize(
+    "model", [MLP, pytest.param(CONVOLUTIONS, marks=pytest.mark.slow)], ids=["mlp", "convolutions"]
+)
 def test_a_joint_ensemble_is_its_members_taken_out(model, name):
     @eqx.filter_jit
     def both(key):
