@@ -58,7 +58,8 @@ def perturb(ensemble):
 @pytest.mark.parametrize(
     ("name", "adapter"), [PAIRS[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in PAIRS[1:])]
 )
-def test_members_begin_as_the_base_and_merge(name, adapter):
+def test_members_begin_as_the_base_and_merge(pair):
+    name, adapter = pair
     base, inputs = MODELS[name]
     ensemble = ADAPTERS[adapter](base)
     expected = base(*inputs)

@@ -38,6 +38,8 @@ CONVOLUTIONS = eqx.nn.Sequential([
     "model", [MLP, pytest.param(CONVOLUTIONS, marks=pytest.mark.slow)], ids=["mlp", "convolutions"]
 )
 def test_a_joint_ensemble_is_its_members_taken_out(model, name):
+    model = {"mlp": MLP, "convolutions": CONVOLUTIONS}[model]
+
     @eqx.filter_jit
     def both(key):
         joint = KINDS[name](model, 3, key=key)
