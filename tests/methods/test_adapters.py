@@ -55,9 +55,7 @@ def perturb(ensemble):
     return dataclasses.replace(ensemble, stacked=eqx.combine(jax.tree.map(move, own), rest))
 
 
-@pytest.mark.parametrize(
-    ("name", "adapter"), [PAIRS[0], *(pytest.param(*x, marks=pytest.mark.slow) for x in PAIRS[1:])]
-)
+@pytest.mark.parametrize("pair", slow_but(PAIRS[:1], PAIRS))
 def test_members_begin_as_the_base_and_merge(pair):
     name, adapter = pair
     base, inputs = MODELS[name]
