@@ -15,6 +15,7 @@ from eqx_ensemble.methods.adapters import bias_only, layers_only, low_rank, merg
 from eqx_ensemble.methods.soups import greedy
 
 from ..factories import assert_close, assert_same, data, mse, relaxed
+from ..marking import slow_but
 
 KEY = jax.random.key(11)
 BASE = eqx.nn.MLP(25, 2, 6, 1, key=jax.random.key(12))
