@@ -129,5 +129,5 @@ def check_mesh(mesh: Any) -> None:
     if mesh is not None and not is_mesh(mesh):
         raise TypeError(
             f"`{caller()}` needs a mesh with the axis `members`, and optionally `data`, of type `Auto`; got "
-            f"{mesh!r}.\nMake one with `make_mesh(members=4, data=2)`."
+            f"{mesh!r}.\nMake one with `make_mesh()`, of all devices."
         )

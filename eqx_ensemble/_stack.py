@@ -41,6 +41,11 @@ def stack(models: Iterable[M], *, shared: Where | None = None, promote_scalars: 
     """
     check_flag(promote_scalars, "promote_scalars")
     models = check_trees(models, noun="model")
+    if isinstance(models[0], tuple) and any(isinstance(part, eqx.nn.State) for part in models[0]):
+        raise TypeError(
+            "`stack` needs models without their states, got pairs of `equinox.nn.make_with_state`.\n"
+            "Pass `stack([model for model, _ in pairs])`, and `tree.stack([state for _, state in pairs])`."
+        )
     columns = compare_trees(models, rules=Rules(scalars="floats" if promote_scalars else "equal"))
     flags = _flags(models[0], shared)
     # Leaves that are tied in every model get one result, and stay tied.

@@ -257,7 +257,7 @@ figure.savefig(figures / "neural_ode.png", dpi=200)
 # - *Seeds* differ by half of their error within the data, and by less than a fifth from outside. *Bootstraps* resample
 #   what the noise leaves open: within the data their spread is close to their error, beyond the data still too small.
 # - *Scaling by held-out trajectories as in training* mends the coverage within the data, and hardly beyond.
-# - *Trajectories from there* are the cure: forty that no member was trained on. Scaling then holds for observations on
+# - *Trajectories from there* help: forty that no member was trained on. Scaling then holds for observations on
 #   average, conformal bands for whole trajectories.
 #
 # ## Limits

@@ -229,6 +229,13 @@ def test_stack_refuses_models_that_differ():
         ee.stack(linear(KEY))
 
 
+def test_stack_refuses_pairs_of_model_and_state():
+    pairs = [CASES["conv and batch norm"].make(key) for key in jax.random.split(KEY, 2)]
+    with pytest.raises(TypeError, match=r"`stack` needs models without their states(.|\n)*tree.stack"):
+        ee.stack(pairs)
+    assert ee.stack([model for model, _ in pairs]).num_members == 2
+
+
 def test_scalars_that_differ():
     rates = [eqx.nn.Dropout(0.25), eqx.nn.Dropout(0.5)]
     with pytest.raises(ee.MemberMismatchError, match="promote_scalars"):

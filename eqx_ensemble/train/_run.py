@@ -320,8 +320,8 @@ def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
     elif lost.any():
         at = ", ".join(map(str, run.stopped_at[lost][:8]))
         warn(
-            f"`fit`: members {members_text(np.flatnonzero(lost))} diverged, and keep their weights of step {at}: "
-            "their losses or weights were not finite at the end of the next epoch."
+            f"`fit`: members {members_text(np.flatnonzero(lost))} diverged: at the end of an epoch their losses or "
+            f"weights were not finite. They keep their weights of its start, step {at}."
         )
 
 
