@@ -104,8 +104,8 @@ def check_weights(
                 if row
                 else f"got {host.size} zeros"
             )
-            fix = "They are divided by their sum: at least one member needs a nonzero weight."
-            raise value_error("`weights` that are not all zero" + " in any row" * bool(row), got, fix)
+            needs = "`weights` that are not all zero in any row" if row else "`weights` that are not all zero"
+            raise value_error(needs, got, "They are divided by their sum: at least one member needs a nonzero weight.")
         exact = np.where(known, host.astype(np.float64), 1)
         return jnp.asarray(exact / exact.sum(axis=0), dtype)
     given = (array if counted is None else jnp.where(counted[None], array, jnp.ones_like(array))).astype(dtype)

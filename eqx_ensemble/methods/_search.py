@@ -25,6 +25,8 @@ from ..train._run import Run
 from . import population
 from .population import decision_keys, donors_of, explore_copies
 
+_ROUNDING = 1e-9  # logarithms and powers may miss an integer by less
+
 
 def successive_halving(
     ensemble: Ensemble[M],
@@ -74,8 +76,8 @@ def successive_halving(
         [Jamieson and Talwalkar 2016](https://arxiv.org/abs/1502.07943)
     """
     if rungs is None:
-        rungs = 1 + math.ceil(math.log(ensemble.num_members, factor) - 1e-9)
-    ends = [math.ceil(epochs * factor**i - 1e-9) for i in range(rungs)]
+        rungs = 1 + math.ceil(math.log(ensemble.num_members, factor) - _ROUNDING)
+    ends = [math.ceil(epochs * factor**i - _ROUNDING) for i in range(rungs)]
     options |= {"validation": validation, "callbacks": callbacks, "key": key}
     return _halve(ensemble, loss, optimiser, data, ends, factor, **options)
 
@@ -86,7 +88,7 @@ def _halve(
     """One `fit` until the last of the rungs' ends, in epochs."""
     validation = options["validation"]
     mode = validation.mode if isinstance(validation, Validation) else "min"
-    count = lambda i: max(1, math.floor(ensemble.num_members / factor**i + 1e-9))
+    count = lambda i: max(1, math.floor(ensemble.num_members / factor**i + _ROUNDING))
     # Also called at later multiples of its epochs, where no more members train than it keeps.
     rungs = [
         every(end, ft.partial(population.keep_best, count=count(i + 1), mode=mode), at_end=False)
@@ -141,15 +143,15 @@ def hyperband(
     ??? cite
         [Li et al. 2018](https://arxiv.org/abs/1603.06560)
     """
-    most = math.floor(math.log(epochs, factor) + 1e-9)
-    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - 1e-9) for s in range(most, -1, -1)]
+    most = math.floor(math.log(epochs, factor) + _ROUNDING)
+    sizes = [math.ceil((most + 1) / (s + 1) * factor**s - _ROUNDING) for s in range(most, -1, -1)]
     build_keys, fit_keys = (member_keys(key, sum(sizes), purpose=purpose) for purpose in ("build", "fit"))
     hyper, runs = draw(ranges, sum(sizes), key=key), []
     for s, end in zip(range(most, -1, -1), np.cumsum(sizes).tolist(), strict=True):
         own = slice(end - sizes[most - s], end)
         made = build(make, key=build_keys[own])
         ensemble, state = made if isinstance(made, tuple) else (made, None)
-        ends = [max(1, math.floor(epochs * factor ** (i - s) + 1e-9)) for i in range(s + 1)]
+        ends = [max(1, math.floor(epochs * factor ** (i - s) + _ROUNDING)) for i in range(s + 1)]
         start = {"state": state, "hyper": jax.tree.map(lambda x, own=own: x[own], hyper), "key": fit_keys[own]}
         start["checkpoint"] = None if checkpoint is None else os.path.join(checkpoint, f"bracket-{most - s}.eqx")
         runs.append(_halve(ensemble, loss, optimiser, data, ends, factor, validation=validation, **start, **options))

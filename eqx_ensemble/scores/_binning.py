@@ -44,7 +44,7 @@ def bin_rows(
     num_bins: int,
     binning: Binning,
 ) -> Bins:
-    """Bins of equal width or of equal mass; ignored rows are in no bin."""
+    """Bins of equal width or of equal mass; rows of weight zero have an index, but add nothing."""
     own = jnp.ones_like(probability) if row_weights is None else row_weights.astype(probability.dtype)
     if binning == "width":
         edges = _of_width(num_bins, probability.dtype)
@@ -131,6 +131,7 @@ def _of_weight(
     order = jnp.argsort(jnp.where(row_weights == 0, jnp.inf, probability))
     at_most = jnp.cumsum(row_weights[order])
     last = at_most[-1] - at_most[-1] / jnp.sum(row_weights != 0).astype(at_most.dtype)
+    # A multiple of the mean weight is reached although the sum up to it was rounded down.
     rounding = 4 * math.log2(2 * probability.size) * jnp.finfo(probability.dtype).eps
     beyond = last * inner.astype(at_most.dtype) * (1 + rounding)
     index = jnp.searchsorted(at_most * num_bins, beyond, side="right")
@@ -285,6 +286,7 @@ def decompose_brier(
             reliability=jnp.sum(share * (bins.probability - bins.frequency) ** 2),
             resolution=jnp.sum(share * (bins.frequency - overall) ** 2),
             uncertainty=overall * (1 - overall),
+            # The variance within bins, minus twice the covariance with the hits.
             within_bins=mean_of_rows(off * (off - 2 * surprise), kept),
         )
 

@@ -31,10 +31,11 @@ from ._optimiser import Optimiser, Together, is_function
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._program import init, trace_task
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
-from ._saver import Saver
+from ._saver import Saver, call_texts
 from ._state import DivergedError, Status, Trainable, TrainState, allow_nan, with_best
 
 _LONGEST_PART = 512  # steps of an epoch that are kept or given back at once
+_NEVER = 2**31 - 1
 _STEPS_WITHOUT_DATA = 100  # of an epoch
 _ROOM = 1024  # steps of a call, at most, whose losses wait on the device
 
@@ -190,7 +191,9 @@ def fit(
     )  # fmt: skip
     task, digests = trace_task(task, first, batch, member_shapes(inputs["validation"]))
     plan = as_plan(plan, Blocks() if jax.default_backend() == "cpu" else Vmap())
-    end = min(steps or (epochs or 0) * task.epoch, _NEVER) if steps or batches is None else _NEVER
+    end = _NEVER  # of an iterable of batches it is not known how many there are
+    if steps or batches is None:
+        end = min(steps or (epochs or 0) * task.epoch, _NEVER)
     curves = empty_history(num_members, task.outputs, validates=validation is not None, dtype=first.loss.dtype)
     if continued is not None:
         check_same_aux([continued, curves])
@@ -199,12 +202,11 @@ def fit(
         "patience": patience, "batch_size": batch_size, "shuffle": shuffle, "mode": task.mode,
         "min_delta": task.min_delta, "history": history, "on_diverge": on_diverge,
     }  # fmt: skip
-    saver = None if checkpoint is None else Saver(checkpoint)
+    saver = None
     with allow_nan(), ExitStack() as stack, deferred_interrupt() as interrupt:
         position = Position(first, curves, 0, 0, ensemble.seconds if isinstance(ensemble, Run) else 0.0)
-        if saver is not None:
-            stack.enter_context(saver)
-            saver.identify(digests, position, inputs, options)
+        if checkpoint is not None:
+            saver = stack.enter_context(Saver(checkpoint, call_texts(digests, position, inputs, options)))
             position = saver.resume(position, end, epochs)
         if "steps" in limits:  # a member that is past its limit trains no further epoch
             over = (position.state.step >= limits["steps"].value) & (position.state.status == Status.OK)
@@ -241,9 +243,6 @@ def fit(
     if validation is not None:
         warn_of_undefined(run)
     return run
-
-
-_NEVER = 2**31 - 1
 
 
 def check_outside() -> None:

@@ -21,16 +21,32 @@ from ._program import array_text, array_texts, check_same_call, digest_of, optio
 _SECONDS_BETWEEN = 60.0
 
 
+def call_texts(
+    digests: dict[str, str], start: Position, inputs: dict[str, Any], options: dict[str, Any]
+) -> dict[str, str]:
+    """What identifies a call of `fit`, as short texts by name."""
+    state, rows = start.state, getattr(inputs["rows"], "value", None)
+    texts = digests | {name: option_text(getattr(x, "value", x)) for name, x in options.items()}
+    texts |= {f"stop.{name}": option_text(x.value) for name, x in inputs["limits"].items()}
+    texts["weights"] = digest_of((state.ensemble, state.model_state))
+    texts["optimiser's state"] = digest_of((state.opt_state, state.status, state.step, state.best, state.together))
+    texts["key"] = array_text(state.keys)
+    texts |= array_texts(state.hyper, "hyper") | array_texts(inputs["data"], "data")
+    texts |= array_texts(inputs["validation"], "validation") | array_texts(rows, "rows")
+    return texts | {"versions": versions_text()}
+
+
 class Saver:
     """Saves a run at ends of epochs, and restores it. It holds the file's lock."""
 
-    def __init__(self, checkpoint: Any) -> None:
+    def __init__(self, checkpoint: Any, texts: dict[str, str]) -> None:
         path, self.every = checkpoint if isinstance(checkpoint, Checkpoint) else (checkpoint, None)
         check_path(path, "checkpoint")
         self.path = Path(os.path.realpath(path))
         if self.every is not None:
             check_positive_int(self.every, "every")
-        self._saved_at, self._saved_steps, self._held = time.perf_counter(), 0, ExitStack()
+        self.texts, self._held = texts, ExitStack()
+        self._saved_at, self._saved_steps = time.perf_counter(), 0
 
     def __enter__(self) -> "Saver":
         error = None
@@ -44,22 +60,6 @@ class Saver:
 
     def __exit__(self, *_: Any) -> None:
         self._held.close()
-
-    def identify(
-        self, digests: dict[str, str], start: Position, inputs: dict[str, Any], options: dict[str, Any]
-    ) -> None:
-        """Keeps what identifies the call, as short texts by name."""
-        state = start.state
-        texts = digests | {name: option_text(getattr(x, "value", x)) for name, x in options.items()}
-        texts |= {f"stop.{name}": option_text(x.value) for name, x in inputs["limits"].items()}
-        texts["weights"] = digest_of((state.ensemble, state.model_state))
-        texts["optimiser's state"] = digest_of((state.opt_state, state.status, state.step, state.best, state.together))
-        texts["key"] = array_text(state.keys)
-        texts |= array_texts(state.hyper, "hyper") | array_texts(inputs["data"], "data")
-        texts |= array_texts(inputs["validation"], "validation") | array_texts(
-            getattr(inputs["rows"], "value", None), "rows"
-        )
-        self.texts = texts | {"versions": versions_text()}
 
     def resume(self, start: Position, end: int, epochs: int | None) -> Position:
         """The saved position, or `start` if there is no file; raises if the call is shorter than what is done."""
