@@ -106,6 +106,7 @@ class Ensemble(eqx.Module, Generic[M]):
         def __getattr__(self, name: str) -> Any:
             of_model = " ".join(dir(vars(self).get("stacked")))
             elsewhere = {f"ensemble.stacked.{name}": of_model, "ensemble.unstack()": "members models estimators"}
+            elsewhere["run[run.ranking(k)]"] = "hyper history status table predict"
             raise attribute_error(self, name, elsewhere)
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:

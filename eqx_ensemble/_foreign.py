@@ -110,7 +110,8 @@ def _column_array(column: Any, library: str, where: str) -> np.ndarray:
     if not (dtype.kind in "biufc" if dtype is not None else _is_polars_number(column.dtype)):
         raise TypeError(
             f"`{caller()}` needs columns of numbers; {where} has dtype {column.dtype}.\n"
-            f"Leave it out, or encode it as numbers: {encode} makes a column for each category."
+            f"A feature? Leave it out, or {encode} makes a column for each category. Labels? Number them: "
+            "`names, labels = np.unique(labels, return_inverse=True)`."
         )
     # NaN in a NumPy column is a number, which each function handles.
     native = isinstance(column.dtype, np.dtype)

@@ -186,7 +186,7 @@ def _bind(name: str, shape: tuple[Any, ...], of: Arguments, sizes: Sizes, *, fir
 def _fix(name: str, got: tuple[Any, ...], want: tuple[Any, ...], first: str, of: Arguments, sizes: Sizes) -> str:
     """The likely fix for a wrong shape."""
     if _are_logits(of.arrays[first]) and want == () and len(got) == 1:
-        return _SIGMOID.format(name=first)
+        return f"One model? Pass `{first}[None]`. " + _SIGMOID.format(name=first)
     if got == (*want, 1):
         return f"A trailing axis of length one would broadcast to every pair of rows: pass `{name}[..., 0]`."
     if want == (*got, 1):

@@ -9,7 +9,7 @@ import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from .. import combine, uncertainty
 from .._check import check_word
@@ -90,7 +90,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         **Arguments:**
 
         - `X`: features `(rows, features)`: an array, a data frame, or nested lists.
-        - `y`: targets, numbers `(rows,)` or `(rows, targets)`.
+        - `y`: targets, numbers `(rows,)` or `(rows, targets)`; of one column, `(rows,)` with scikit-learn's warning.
         - `sample_weight`: a weight for each row `(rows,)`, none negative, that multiplies its loss; only ratios matter.
             Rows of weight zero are excluded.
 
@@ -103,6 +103,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         x: Any
         x, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64)
         y = np.asarray(y, np.float64)
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
         split = self._split(x, sample_weight)
         self.target_scaler_ = self._fit_scaler(y[split.rows], split.weights[split.rows])
         kind = {"gaussian": GaussianHead, "point": PointHead}[self.head]

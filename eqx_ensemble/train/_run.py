@@ -316,7 +316,7 @@ def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
     """Warns of the members that diverged in this call."""
     lost = (run.status == Status.DIVERGED) & ~before
     if lost.all():
-        warn("`fit`: all members diverged. Do the data hold NaN? Is the learning rate too high?")
+        warn("`fit`: all members diverged. Do the data hold NaN, or labels out of range? Is the learning rate too high?")
     elif lost.any():
         at = ", ".join(map(str, run.stopped_at[lost][:8]))
         warn(
