@@ -68,8 +68,8 @@ def finish(out: tuple[Any, Array], given: dict[str, Any]) -> Any:
             left_out = "leave out rows that no member held out (`row_weights=unseen.any(axis=0)`)"
             fix = f"Train more members, {left_out}, take {enough}"
         warn(
-            f"`{caller()}`: {who} too few rows for level {level:g}: intervals are infinite, and sets whole.\n{fix}, or ask for a "
-            "lower level."
+            f"`{caller()}`: {who} too few rows for level {level:g}: intervals are infinite, and sets whole.\n"
+            f"{fix}, or ask for a lower level."
         )
     return fitted
 

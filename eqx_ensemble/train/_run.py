@@ -316,7 +316,8 @@ def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
     """Warns of the members that diverged in this call."""
     lost = (run.status == Status.DIVERGED) & ~before
     if lost.all():
-        warn("`fit`: all members diverged. Do the data hold NaN, or labels out of range? Is the learning rate too high?")
+        causes = "Do the data hold NaN, or labels out of range? Is the learning rate too high?"
+        warn(f"`fit`: all members diverged. {causes}")
     elif lost.any():
         at = ", ".join(map(str, run.stopped_at[lost][:8]))
         warn(
