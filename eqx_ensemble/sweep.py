@@ -17,7 +17,7 @@ __all__ = ["AbstractRange", "Choice", "LogUniform", "Uniform", "draw", "grid"]
 
 class AbstractRange(abc.ABC):
     """The distribution of one hyperparameter: subclass it for
-    [others](../guide/extending.md#a-range-of-hyper-parameters).
+    [others](../guide/extending.md#a-range-of-hyperparameters).
 
     For [`eqx_ensemble.sweep.draw`][], [`eqx_ensemble.methods.hyperband`][] and
     [`eqx_ensemble.methods.population.perturb_hyper`][].

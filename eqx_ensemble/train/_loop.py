@@ -22,7 +22,7 @@ from ._member import Clock, Curves, Task
 from ._options import Every
 from ._state import Pieces, Status, TrainState
 
-_LONGEST_CALL = 0.2  # seconds; then callbacks, limits of time and Ctrl-C have their turn
+_LONGEST_CALL = 0.2  # seconds; then callbacks, limits of time and Ctrl-C are looked at
 
 
 class Position(NamedTuple):

@@ -105,7 +105,7 @@ class Run(eqx.Module, Generic[M]):
 
     @property
     def hyper(self) -> PyTree:
-        """The hyper-parameters, a tree of arrays `(members, ...)`, or `None`."""
+        """The hyperparameters, a tree of arrays `(members, ...)`, or `None`."""
         return self.train_state.hyper
 
     @property
@@ -221,7 +221,7 @@ class Run(eqx.Module, Generic[M]):
         return rank_members(self, count, by, mode)
 
     def plot(self, *, stride: int | None = None) -> Figure:
-        """A figure of the run: training curves, validation scores, and the final scores against each hyper-parameter.
+        """A figure of the run: training curves, validation scores, and the final scores against each hyperparameter.
 
         **Arguments:**
 
@@ -236,11 +236,11 @@ class Run(eqx.Module, Generic[M]):
         return figure_of_run(self, stride=stride)
 
     def table(self) -> Any:
-        """A table of one row per member: hyper-parameters, scores, status.
+        """A table of one row per member: hyperparameters, scores, status.
 
         **Returns:** a `pandas.DataFrame` where pandas is installed (extra `pandas`), otherwise a dict of arrays
         `(members,)` that a terminal and a notebook show as a table. Both have `table["loss"]`, each member's mean over
-        its last epoch. A hyper-parameter of several numbers has one column for each, such as `table["betas[0]"]`.
+        its last epoch. A hyperparameter of several numbers has one column for each, such as `table["betas[0]"]`.
         """
         state = self.train_state
         columns: dict[str, Any] = {"member": np.arange(len(self.status))}
