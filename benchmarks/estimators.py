@@ -88,7 +88,9 @@ def _compare(report: Report, task: Task, *, quick: bool) -> None:
             model = clone(estimator)
             seconds.append(_seconds(lambda model=model, train=train: _fit(model, task, train)))
             own = [model.score(task.x[test], task.y[test])]
-            scores.append(own + [log_loss(task.y[test], model.predict_proba(task.x[test]))] * task.classes)
+            if task.classes:
+                own.append(log_loss(task.y[test], model.predict_proba(task.x[test])))
+            scores.append(own)
         times[name] = Timing(f"{task.name}: {name}, one fit", *np.array(seconds).T)
         report.facts[f"{task.name}: {name}"] = _text(task, np.array(scores))
     report.timings += times.values()
