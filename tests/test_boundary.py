@@ -187,8 +187,9 @@ PLACE = {"rows": 2, "members": 1}
 
 
 @NOISE
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_what_does_not_count_may_hold_anything(name, kind):
+@pytest.mark.parametrize("case", slow_but([case for case in CASES if case[0] in QUICK], CASES))
+def test_what_does_not_count_may_hold_anything(case):
+    name, kind = case
     assert_the_same(lambda value: numbers(call(name, **spoilt(name, kind, PLACE[kind], value) | KEEP[kind])))
 
 
@@ -422,7 +423,7 @@ def test_labels_out_of_range_are_not_taken_for_wrong(name):
 
 
 @NOISE
-@pytest.mark.parametrize("name", [name for name in ARRAYS if "logits" in arguments_of(name)])
+@each([name for name in ARRAYS if "logits" in arguments_of(name)])
 def test_probabilities_are_told_from_logits(name):
     votes = signature_of(name).arrays["logits"].values.kind == "votes"
     p = np.float16(jax.nn.softmax(arguments_of(name)["logits"]))  # also in half precision

@@ -146,6 +146,7 @@ IDIOMS = {
 ON_THE_HOST = {"tree_serialise_leaves", "pickle"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("name", IDIOMS)
 def test_an_idiom(name, compiled):

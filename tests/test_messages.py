@@ -97,7 +97,7 @@ BAD = {
     "a mesh of other axes": (
         lambda: ee.build(linear, 4, mesh=jax.make_mesh((4,), ("x",)), key=KEY),
         TypeError,
-        r"`make_mesh\(members=4",
+        r"`make_mesh\(\)`",
     ),
     "weights without combine": (lambda: ee.predict(ENSEMBLE, X, weights=[1, 1, 1]), TypeError, "only with `combine`"),
 }

@@ -78,6 +78,7 @@ Pair = collections.namedtuple("Pair", ["left", "right"])
 
 
 class TestWhatIsSavedComesBack:
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", CASES)
     def test_every_kind_of_model(self, name, tmp_path):
         make, made = CASES[name].make, built(name)

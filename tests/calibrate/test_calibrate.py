@@ -204,6 +204,7 @@ def test_isotonic_beyond_the_rows_it_was_fitted_on():
     np.testing.assert_allclose(got, [0, 0, 0.25, 0.5, 0.5], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", ["members", "mixture"])
 @pytest.mark.parametrize("kind", ["temperature", "vector", "matrix", "isotonic", "platt", "beta"])
 def test_calling(kind, pool, tmp_path):

@@ -43,10 +43,10 @@ def test_every_function(room, name):
     """With several shapes and kinds of weights each, some of them in double precision."""
     checked = 0
     for seed in range(20):  # some draws are of no case
-        with jax.enable_x64(seed % 3 == 2), warnings.catch_warnings():
+        with jax.enable_x64(seed % 2 == 1), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            draw = Draw(seed, x64=seed % 3 == 2)
-            case = ROOMS[room][name](draw) if checked < 3 else None
+            draw = Draw(seed, x64=seed % 2 == 1)
+            case = ROOMS[room][name](draw) if checked < 2 else None
             if case is not None:
                 check(case, draw)
                 checked += 1

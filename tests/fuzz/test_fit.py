@@ -156,6 +156,7 @@ def check(seed):
     return "same"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unhooked")
 def test_members_are_as_alone():
     outcomes = collections.Counter()

@@ -34,9 +34,7 @@ CONVOLUTIONS = eqx.nn.Sequential([
 
 
 @pytest.mark.parametrize("name", slow_but(["batch_ensemble", "mimo"], KINDS))
-@pytest.mark.parametrize(
-    "model", [MLP, pytest.param(CONVOLUTIONS, marks=pytest.mark.slow)], ids=["mlp", "convolutions"]
-)
+@pytest.mark.parametrize("model", slow_but(["mlp"], ["mlp", "convolutions"]))
 def test_a_joint_ensemble_is_its_members_taken_out(model, name):
     model = {"mlp": MLP, "convolutions": CONVOLUTIONS}[model]
 

@@ -66,6 +66,7 @@ def test_linear_regression(double):
     assert (np.abs(vectors.mean(0)) < 5 * np.sqrt(own / 4_000)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", ["binary", "classification"])
 def test_gauss_newton_is_the_hessian_of_a_linear_classifier(double, likelihood):
     outputs, labels = (1, LABELS % 2) if likelihood == "binary" else (3, LABELS)

@@ -264,6 +264,7 @@ def columns():
     return {name: np.asarray(found[name]) for name in found}
 
 
+@pytest.mark.slow
 def test_the_loops_by_hand(columns):
     assert list(columns) == ["method", "seed", "fold", "compile_seconds", "run_seconds", "rmse", "crps"]
     expected = []

@@ -179,6 +179,7 @@ def sgd_step(model, state, x, y):
     return eqx.apply_updates(model, update), state, loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [Vmap(), Blocks(2)], ids=repr)
 def test_what_comes_back_goes_in_again(ensemble, plan):
     x, y = batch_of()

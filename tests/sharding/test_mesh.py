@@ -163,6 +163,7 @@ class TestFit:
         batches = [(X[i : i + 12], Y[i : i + 12]) for i in range(0, 36, 12)]
         same_run(fitted(5, shape, batches), fitted(5, None, batches))
 
+    @pytest.mark.slow
     def test_whatever_is_per_member(self):
         rows = np.stack([np.random.default_rng(i).permutation(36)[:20] for i in range(6)])
         options = {
@@ -210,6 +211,7 @@ class TestFit:
 
 
 class TestAlong:
+    @pytest.mark.slow
     @on_meshes
     def test_your_own_loop(self, shape):
         def trained(mesh):

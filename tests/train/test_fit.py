@@ -190,6 +190,7 @@ def test_a_long_epoch_is_kept_in_parts():
     np.testing.assert_array_equal(run.history.validation_step, [600, 700])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     slow_but(
