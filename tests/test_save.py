@@ -411,7 +411,9 @@ class TestAFileIsOldOrNew:
             "except OSError as error:\n"
             "    print('refused')\n"
         )
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        # Python would cut off the bytecode that it writes, and read it later.
+        command = [sys.executable, "-B", "-c", program]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout == "refused\n"
         assert_same(ee.load(path, linear), ensemble)
         assert [file.name for file in path.parent.iterdir()] == ["e"]
