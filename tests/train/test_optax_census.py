@@ -158,8 +158,7 @@ def test_unmapped_adam_is_no_control():
     assert _worst(_unmapped("adam"), "adam") <= 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["add_noise", "contrib.hutchinson_estimator_diag_hessian"])
+@pytest.mark.parametrize("name", slow_but(["add_noise"], ["add_noise", "contrib.hutchinson_estimator_diag_hessian"]))
 def test_members_draw_their_own_noise(name):
     """Members with equal weights on equal data stay equal but for their noise."""
     twins = ee.stack([ensemble()[0]] * 2)
