@@ -85,7 +85,7 @@ MUTANTS = [
         "_weighting.py",
         "as_column(weights, values.ndim) == 0, fill",
         "as_column(weights, values.ndim) != 0, fill",
-        "combine",
+        "combine test_boundary.py",
     ),
     Mutant("_weighting.py", "known_mean(variance, weights) + between", "known_mean(variance, weights)", "combine"),
     Mutant(

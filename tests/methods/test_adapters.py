@@ -121,6 +121,9 @@ def test_the_base_has_no_gradient_and_is_multiplied_once():
 def test_members_follow_from_their_keys_and_layers_are_selected():
     every, keys = low_rank(BASE, 7, rank=1, key=KEY), ee.member_keys(KEY, 7, purpose="low_rank")
     assert_same(low_rank(BASE, 2, rank=1, key=keys[np.array([4, 1])]), every[[4, 1]])
+    alike = eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=KEY), eqx.nn.Linear(4, 4, key=KEY)])
+    first, second = low_rank(alike, 2, rank=1, key=KEY).stacked.layers
+    assert (np.asarray(first.down) != np.asarray(second.down)).all()
     model = eqx.nn.Sequential([eqx.nn.Lambda(lambda x: x), BASE])
     count = lambda where: len(jax.tree.leaves(own_arrays(low_rank(model, 2, rank=1, where=where, key=KEY))[0]))
     assert (count(eqx.nn.MLP), count(None), count(lambda model: model.layers[1].layers[0])) == (4, 4, 2)

@@ -65,7 +65,6 @@ def weights(ensemble):
     return np.array(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("start", "every", "taken"), [slow(0, 1, range(1, 13)), (4, 3, (4, 7, 10))])
 def test_snapshots_of_steps(ensemble, weights, start, every, taken):
     taken = weights[np.array(taken) - 1]

@@ -21,6 +21,13 @@ def member_outputs(model, x):
     return [jax.vmap(member)(jnp.asarray(x, jnp.float32)) for member in model.ensemble_.unstack()]
 
 
+def test_rows_of_weight_zero_are_absent(x, y):
+    kept, options = np.arange(len(x)) % 4 != 0, {"num_members": 2, "max_iter": 2, "batch_size": 8, "random_state": 0}
+    fitted = lambda *data: EnsembleRegressor(eqx.nn.Linear, **options).fit(*data)
+    found, expected = fitted(x, np.where(kept, y, 1e6), kept * 1.0), fitted(x[kept], y[kept])
+    np.testing.assert_allclose(found.predict(x), expected.predict(x), **CLOSE)
+
+
 @pytest.mark.slow
 def test_members_are_those_of_gradient_descent_in_numpy(x, y):
     weights = np.random.default_rng(2).uniform(0.5, 3, len(x))

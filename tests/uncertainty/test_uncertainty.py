@@ -25,6 +25,15 @@ def test_entropy_of_impossible_classes():
     assert np.isfinite(jax.grad(lambda x: jnp.sum(uncertainty.entropy(x)))(logits)).all()
 
 
+def test_parts_of_a_weighted_variance():
+    rng = np.random.default_rng(0)
+    mean, variance, weights = rng.normal(size=(4, 6)), rng.uniform(1, 2, (4, 6)), np.array([0.5, 0.2, 0.3, 0.0])
+    parts = uncertainty.decompose_variance(jnp.float32(mean), jnp.float32(variance), weights=weights)
+    spread = weights @ mean**2 - (weights @ mean) ** 2
+    np.testing.assert_allclose(parts.epistemic, spread, rtol=1e-5)
+    np.testing.assert_allclose(parts.aleatoric, weights @ variance, rtol=1e-5)
+
+
 SMALL = {
     "epistemic": (
         lambda x: uncertainty.decompose_entropy(x).epistemic,
