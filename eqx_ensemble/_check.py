@@ -21,8 +21,6 @@ from ._leaves import is_key, kind_text, member_dtype
 class MemberMismatchError(ValueError):
     """Members that cannot share one stacked tree: they differ in structure, shape, dtype or a static value."""
 
-    __module__ = "eqx_ensemble"  # as tracebacks show it
-
 
 class CheckpointCorruptError(ValueError):
     """A damaged checkpoint: bits have changed, or a file is truncated or missing.
