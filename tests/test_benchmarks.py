@@ -34,7 +34,7 @@ def run_script(name, *arguments, cwd):
     return done.stdout
 
 
-# Those that take less than half a minute with their smallest sizes; `python -m benchmarks --quick` runs the others, too.
+# Those that take less than half a minute with their smallest sizes. `python -m benchmarks --quick` runs all.
 SHORT = ["estimators", "house", "imports", "prediction", "steps", "stopping", "uncertainty"]
 
 
