@@ -34,10 +34,16 @@ _tests = itertools.count(1)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps the tests of a file in one process: they share compiled programs."""
+    """Keeps the tests of a file in one process, because they share compiled programs; the longest files come first."""
     from xdist.scheduler import LoadFileScheduling
 
+    config.option.loadscopereorder = False  # by numbers of tests
     return LoadFileScheduling(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    first = ("test_notebooks.py", "test_docs.py", "test_boundary.py", "test_benchmarks.py", "test_downstream.py")
+    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
 def pytest_collection():

@@ -20,7 +20,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "eqx_ensemble").rglob("*.py")}
+SOURCES = {
+    path.relative_to(ROOT).as_posix() for kind in ("*.py", "*.pyi") for path in (ROOT / "eqx_ensemble").rglob(kind)
+}
 FOLDERS = (".ci", "benchmarks", "docs", "eqx_ensemble", "notebooks", "tests")
 TEXTS = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "mkdocs.yml")
 pytestmark = pytest.mark.skipif(
