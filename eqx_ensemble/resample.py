@@ -147,7 +147,8 @@ class HeldOut(NamedTuple):
     mean: Float[Array, "rows ..."]
     num_members: Int32[Array, " rows"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function
@@ -195,7 +196,8 @@ class Folds(NamedTuple):
     in_train: Bool[Array, "members rows"]
     in_test: Bool[Array, "members rows"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def folds(num_rows: int, num_folds: int, *, key: Any = None) -> Folds:

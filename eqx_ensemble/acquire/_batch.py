@@ -19,7 +19,8 @@ class Picks(NamedTuple):
     indices: Int32[Array, " size"]
     values: Float[Array, " size"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function

@@ -246,7 +246,8 @@ class Regret(NamedTuple):
     simple: Float[Array, "*batch steps"]
     cumulative: Float[Array, "*batch steps"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function

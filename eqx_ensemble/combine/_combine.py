@@ -137,7 +137,8 @@ class Gaussian(NamedTuple):
     mean: Float[Array, "..."]
     variance: Float[Array, "..."]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @takes_pair

@@ -25,7 +25,8 @@ class Greedy(NamedTuple):
     order: Int32[Array, " steps"]
     scores: Float[Array, " steps"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function
@@ -96,7 +97,8 @@ class Stacking(NamedTuple):
     gap: Float[Array, ""]
     num_steps: Int32[Array, ""]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 _MOST_STEPS = 100

@@ -151,7 +151,8 @@ class CrossFit(NamedTuple):
     run: Run[Any]
     held_out: HeldOut
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def cross_fit(

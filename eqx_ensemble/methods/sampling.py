@@ -105,7 +105,8 @@ class ChainState(NamedTuple):
     key: Key[Array, "*members"]
     velocity: PyTree = None
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def _sampler(
@@ -162,7 +163,8 @@ class Diagnostics(NamedTuple):
     ess_bulk: np.ndarray
     ess_tail: np.ndarray
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def diagnostics(values: Any, chains: Any) -> Diagnostics:

@@ -71,7 +71,8 @@ class SNGPOutput(NamedTuple):
     mean: Float[Array, "*batch out"]
     variance: Float[Array, "*batch out"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 class SNGP(eqx.Module, Generic[M]):

@@ -32,7 +32,8 @@ class Soup(NamedTuple):
     score: float
     member_scores: Float[np.ndarray, " members"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def greedy(ensemble: Ensemble[Any], score: Callable[[Any], Any], *, mode: Literal["min", "max"]) -> Soup:

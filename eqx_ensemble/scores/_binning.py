@@ -34,7 +34,8 @@ class Bins(NamedTuple):
     frequency: Float[Array, " bins"]
     effective: Float[Array, " bins"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def bin_rows(
@@ -203,7 +204,8 @@ class BrierDecomposition(NamedTuple):
     uncertainty: Float[Array, ""]
     within_bins: Float[Array, ""]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function

@@ -59,7 +59,8 @@ class Bootstrap(NamedTuple):
     lower: Float[Array, "..."]
     upper: Float[Array, "..."]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 def bootstrap(

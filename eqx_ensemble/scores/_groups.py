@@ -21,7 +21,8 @@ class ByGroup(NamedTuple):
     mean: Float[Array, " groups"]
     count: Int32[Array, " groups"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function

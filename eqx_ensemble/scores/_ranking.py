@@ -143,7 +143,8 @@ class RocCurve(NamedTuple):
     true_positive_rate: Float[Array, " points"]
     thresholds: Float[Array, " points"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 class PrecisionRecallCurve(NamedTuple):
@@ -157,7 +158,8 @@ class PrecisionRecallCurve(NamedTuple):
     recall: Float[Array, " points"]
     thresholds: Float[Array, " points"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function(in_order="-scores")
@@ -237,7 +239,8 @@ class RiskCoverage(NamedTuple):
     coverage: Float[Array, " rows"]
     risk: Float[Array, " rows"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function(in_order="uncertainty")

@@ -19,7 +19,8 @@ class Interval(NamedTuple):
     lower: Float[Array, "..."]
     upper: Float[Array, "..."]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function

@@ -21,7 +21,8 @@ class Decomposition(NamedTuple):
     aleatoric: Float[Array, "..."]
     epistemic: Float[Array, "..."]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 class Ambiguity(NamedTuple):
@@ -34,7 +35,8 @@ class Ambiguity(NamedTuple):
     members: Float[Array, "..."]
     ambiguity: Float[Array, "..."]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function(each_row=True)

@@ -33,7 +33,8 @@ class NormalInverseGamma(NamedTuple):
     alpha: Float[Array, "..."]
     beta: Float[Array, "..."]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function
@@ -197,7 +198,8 @@ class MixtureDensity(NamedTuple):
     mean: Float[Array, "... components"]
     variance: Float[Array, "... components"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 class MixtureComponents(NamedTuple):
@@ -210,7 +212,8 @@ class MixtureComponents(NamedTuple):
     variance: Float[Array, "components ..."]
     weights: Float[Array, "components ..."]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 @array_function

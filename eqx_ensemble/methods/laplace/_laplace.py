@@ -37,7 +37,8 @@ class Outputs(NamedTuple):
     mean: Float[Array, "*batch out"]
     covariance: Float[Array, "*batch out out"]
 
-    __repr__ = brief_repr
+    def __repr__(self) -> str:
+        return brief_repr(self)
 
 
 class Setting(NamedTuple):
