@@ -35,7 +35,7 @@ def run_script(name, *arguments, cwd):
 
 
 # Those that take less than half a minute with their smallest sizes. `python -m benchmarks --quick` runs all.
-SHORT = ["estimators", "house", "imports", "prediction", "steps", "stopping", "uncertainty"]
+SHORT = ["estimators", "house", "prediction", "steps"]
 
 
 @pytest.mark.slow
