@@ -456,6 +456,7 @@ SAMPLES, TARGETS = RNG.normal(size=(3, 6)).astype(np.float32), RNG.normal(size=6
         (lambda: scores.crps(SAMPLES[..., None], TARGETS), ValueError, "pass `samples[..., 0]`"),
         (lambda: scores.crps(SAMPLES, np.tile(TARGETS, (3, 1))), ValueError, "Repeated for every member?"),
         (lambda: scores.nll(LOGITS, np.eye(4)[LABELS].astype(int)), ValueError, "One-hot labels?"),
+        (lambda: scores.nll(LOGITS[0], LABELS), ValueError, "One model? Pass `logits[None]`"),
         (lambda: scores.nll(LOGITS, LABELS[:5]), ValueError, "the same rows in the same order"),
         (lambda: scores.nll(LOGITS, LABELS + 1), ValueError, "labels from 0 to 3, as there are 4 classes"),
         (lambda: scores.nll(LOGITS, LABELS * 1.0), TypeError, "integer `labels`"),

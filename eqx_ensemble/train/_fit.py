@@ -177,11 +177,12 @@ def fit(
         shape: dict[str, Any] = {"part": _LONGEST_PART, "epoch": _LONGEST_PART}
     else:
         batches = None
-        none = None, _STEPS_WITHOUT_DATA
-        inputs["data"], num_rows = none if data is None else take_data(data, num_members, argument="data")
-        inputs["rows"] = own = take_rows(rows, num_members, num_rows)
-        own_rows = num_rows if own is None else own.value.shape[1]
-        shape = shape_of_epoch(own_rows, 1 if data is None else batch_size, first)
+        if data is None:  # as of so many rows of nothing, one a batch
+            shape = shape_of_epoch(_STEPS_WITHOUT_DATA, 1, first)
+        else:
+            inputs["data"], num_rows = take_data(data, num_members, argument="data")
+            inputs["rows"] = own = take_rows(rows, num_members, num_rows)
+            shape = shape_of_epoch(num_rows if own is None else own.value.shape[1], batch_size, first)
         batch = member_shapes(inputs["data"], shape["batch_size"])
     task = Task(
         loss, optimiser, None if validation is None else validation.score or loss, has_aux=has_aux,

@@ -55,7 +55,7 @@ class Run(eqx.Module, Generic[M]):
     - `mode`: whether lower (`"min"`) or higher (`"max"`) validation scores are better.
     - `interrupted`: whether Ctrl-C ended the run early.
     - `seconds`: the duration, including compilation and the runs that it continues.
-    - `num_rows`: the rows of the training data; `None` for batches.
+    - `num_rows`: the rows of the training data; `None` for batches, and without data.
 
     ```python
     def loss(model, batch, key):

@@ -8,6 +8,7 @@ import optax
 import pytest
 import scipy.optimize
 import scipy.stats
+from sklearn.exceptions import DataConversionWarning
 from sklearn.preprocessing import StandardScaler
 
 import eqx_ensemble as ee
@@ -26,6 +27,12 @@ def test_rows_of_weight_zero_are_absent(x, y):
     fitted = lambda *data: EnsembleRegressor(eqx.nn.Linear, **options).fit(*data)
     found, expected = fitted(x, np.where(kept, y, 1e6), kept * 1.0), fitted(x[kept], y[kept])
     np.testing.assert_allclose(found.predict(x), expected.predict(x), **CLOSE)
+
+
+def test_a_target_of_one_column_is_flat_with_a_warning(x, y):
+    model = EnsembleRegressor(eqx.nn.Linear, num_members=2, max_iter=1, batch_size=8, random_state=0)
+    with pytest.warns(DataConversionWarning, match="column-vector"):
+        assert model.fit(x, y[:, None]).predict(x).shape == y.shape
 
 
 @pytest.mark.slow
