@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 
 
 _is_open: contextvars.ContextVar[bool] = contextvars.ContextVar("is_open", default=False)
+_line: contextvars.ContextVar[Any] = contextvars.ContextVar("line", default=None)
+
+
+def shown_line() -> Any:
+    """The progress line that is open and shown, if any; what a callback puts into its `note` is shown at its end."""
+    return _line.get()
 
 
 @contextlib.contextmanager
@@ -27,6 +33,7 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
 
     class Line(tqdm):
         monitor_interval = 0  # else each of these classes starts a thread that never ends
+        note = ""
 
         def display(self, *args: Any, **options: Any) -> Any:
             with dropped:
@@ -42,11 +49,12 @@ def progress_line(*, show: bool | None, description: str, unit: str, total: int 
     count = "{n_fmt}" if total is None else "{n_fmt}/{total_fmt} |{bar:20}|"
     line = f"{{desc}}: {unit} {count} [{{elapsed}}<{{remaining}}, {{rate_fmt}}{{postfix}}]"
     with Line(total=total, desc=description, unit=unit, disable=not show, delay=2, miniters=0, bar_format=line) as bar:
-        token = _is_open.set(_is_open.get() or show)
+        tokens = _is_open.set(_is_open.get() or show), _line.set(bar if show else None)
         try:
             yield bar
         finally:
-            _is_open.reset(token)
+            _is_open.reset(tokens[0])
+            _line.reset(tokens[1])
 
 
 def members_in_words(count: int) -> str:

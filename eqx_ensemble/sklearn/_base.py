@@ -1,7 +1,8 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,35 +10,73 @@ import numpy as np
 import optax
 from jaxtyping import ArrayLike
 
+from .. import combine, sweep
 from .._build import build
 from .._caller import caller
 from .._check import check_word, missing_extra_message
 from .._ensemble import Ensemble
 from .._keys import own_key
+from .._marks import Each
 from .._predict import predict
+from .._progress import shown_line
 from .._warnings import warn
-from ..resample import bootstrap, held_out_mean, out_of_bag
-from ..train import DivergedError, Status, Validation
+from ..resample import Folds, bootstrap, from_splits, held_out_mean, out_of_bag
+from ..train import DivergedError, Status, Stopping, TrainState, Validation, every
 from ..train._fit import fit
-from ._member import ACTIVATIONS, AbstractHead, Member, Network, Scaler, loss, predict_standardised
+from ..train._run import best_of
+from ._member import (
+    ACTIVATIONS,
+    NUM_BLOCKS,
+    AbstractHead,
+    Member,
+    Network,
+    Scaler,
+    TableNetwork,
+    average,
+    loss,
+    predict_standardised,
+    score,
+    score_of_average,
+)
 
 try:
     from sklearn.base import BaseEstimator
-    from sklearn.model_selection import train_test_split
-    from sklearn.preprocessing import StandardScaler
+    from sklearn.compose import ColumnTransformer
+    from sklearn.impute import SimpleImputer
+    from sklearn.model_selection import KFold, StratifiedKFold, train_test_split
+    from sklearn.preprocessing import OneHotEncoder, StandardScaler
     from sklearn.utils import check_random_state
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, check_X_y, validate_data
 except ImportError as error:  # or older than 1.6
     raise ImportError(missing_extra_message("sklearn", "scikit-learn", "sklearn")) from error
 
 
 class RowSplit(NamedTuple):
-    """The rows that members are trained on, those for validation, and the weights of all, of mean one in training."""
+    """The rows to train and select members, their folds, and the rows to calibrate; `None` for none.
+
+    The weights of all rows have mean one in training.
+    """
 
     rows: np.ndarray
-    held_out: np.ndarray | None
+    folds: Folds | None
+    calibration: np.ndarray | None
     weights: np.ndarray
     seed: int
+
+
+# For fewer rows than this, and for more: draws, widths, best draws that are selected first.
+_LARGE, _MEMBERS, _WIDTHS, _INITIAL = 2000, (8, 32), (64, 128), (4, 1)
+_FOLDS, _FRACTION = 5, 0.15  # of fewer rows folds, of more a part, by which members are stopped and selected
+_STEPS, _EPOCHS = 3000, (8, 200)  # about so many steps, within so many epochs
+_RANGES = {"learning_rate": sweep.LogUniform(3e-4, 5e-3), "weight_decay": sweep.LogUniform(1e-4, 1e-1)}
+_SHAPES = {
+    "depth": sweep.Choice([*range(NUM_BLOCKS + 1)]),
+    "scale": sweep.LogUniform(0.01, 10.0),
+    "dropout": sweep.Uniform(0.0, 0.5),
+    "has_dropout": sweep.Choice([0, 1]),
+}
+_CATEGORIES = 64  # of a column; rarer ones are one
+_LOOKS = 20  # of a run, at most, at the ensemble so far
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -46,55 +85,92 @@ class AbstractEstimator(BaseEstimator):
 
     make: Callable[..., Any] | None = None
     _: dataclasses.KW_ONLY
-    num_members: int = 5
-    hidden_layer_sizes: Sequence[int] = (64, 64)
+    num_members: int | None = None
+    hidden_layer_sizes: Sequence[int] | None = None
     activation: str = "relu"
     standardise: bool = True
     optimiser: Any = None
-    learning_rate: float = 1e-3
-    weight_decay: float = 1e-4
-    batch_size: int = 32
-    max_iter: int = 200
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    batch_size: int | None = None
+    max_iter: int | None = None
+    time_limit: float | None = None
     early_stopping: bool = True
-    validation_fraction: float = 0.1
-    n_iter_no_change: int = 10
+    validation_fraction: float | None = None
+    n_iter_no_change: int = 16
     tol: float = 0.0
+    select: bool = True
+    calibration_fraction: float = 0.1
     bootstrap: bool = False
+    mesh: Any = None
     random_state: Any = None
     verbose: bool | int = False
 
+    _least_calibration: ClassVar[int] = 20
+
     ensemble_: Ensemble[Member] = dataclasses.field(init=False)
+    weights_: np.ndarray = dataclasses.field(init=False)
+    hyper_: dict[str, np.ndarray] = dataclasses.field(init=False)
+    validation_score_: float | None = dataclasses.field(init=False)
+    validation_scores_: np.ndarray | None = dataclasses.field(init=False)
     rows_: np.ndarray | None = dataclasses.field(init=False)
+    encoder_: Any = dataclasses.field(init=False)
     input_scaler_: StandardScaler = dataclasses.field(init=False)
     n_iter_: int = dataclasses.field(init=False)
     loss_curve_: np.ndarray = dataclasses.field(init=False)
     validation_loss_curve_: np.ndarray | None = dataclasses.field(init=False)
     oob_score_: float = dataclasses.field(init=False)
 
-    def _split(self, x: np.ndarray, sample_weight: Any, *, strata: np.ndarray | None = None) -> RowSplit:
-        """Chooses the validation rows, and fits the scaler of features.
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = tags.input_tags.categorical = True
+        return tags
+
+    def _take_rows(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
+        """The table and the targets to train by."""
+        if not hasattr(X, "iloc"):
+            return validate_data(self, X, y, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+        validate_data(self, X, skip_check_array=True)
+        _, y = check_X_y(np.zeros((len(X), 1)), y, **options)
+        return X, y
+
+    def _encode(self, table: Any) -> np.ndarray:
+        """Numbers first, missing ones replaced by medians and marked, then a column for each category."""
+        return np.asarray(self.encoder_.transform(table), np.float64)
+
+    def _split(self, table: Any, sample_weight: Any, *, strata: np.ndarray | None = None) -> RowSplit:
+        """Chooses the rows, and fits the encoder and the scaler of features to those to train by.
 
         Only ratios of weights matter. A row of weight zero is absent, also from batches.
         """
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
-        weights = _check_sample_weight(sample_weight, x, dtype=np.float64)
+        weights = _check_sample_weight(sample_weight, table, dtype=np.float64)
         if (weights < 0).any() or not (weights > 0).any():
             raise ValueError(
                 f"`{caller()}` needs `sample_weight` that is not negative, and nonzero for a row; got "
                 f"{weights.min():g} to {weights.max():g}."
             )
         rows: Any = np.flatnonzero(weights)
-        held_out: Any = None
+        folds = calibration = None
         if self.early_stopping:
-            count = int(np.ceil(self.validation_fraction * len(rows)))
-            if strata is not None:  # if each has enough rows
-                strata, sizes = strata[rows], np.unique(strata[rows], return_counts=True)[1]
-                strata = strata if sizes.min() > 1 and len(sizes) <= min(count, len(rows) - count) else None
-            rows, held_out = train_test_split(rows, test_size=count, random_state=seed, stratify=strata)
+            if (count := int(self.calibration_fraction * len(rows))) >= self._least_calibration:
+                rows, calibration = _hold_out(rows, count, strata, seed)
+            folds = self._make_folds(None if strata is None else strata[rows], len(rows), seed)
         weights = weights / weights.max()  # the mean of large weights may overflow
         weights = weights / weights[rows].mean()
-        self.input_scaler_ = self._fit_scaler(x[rows], weights[rows])
-        return RowSplit(rows, held_out, weights, seed)
+        self.encoder_ = _encoder(table).fit(take_rows(table, rows))
+        self.input_scaler_ = self._fit_scaler(self._encode(take_rows(table, rows)), weights[rows])
+        return RowSplit(rows, folds, calibration, weights, seed)
+
+    def _make_folds(self, strata: np.ndarray | None, num_rows: int, seed: int) -> Folds:
+        """One split into rows to train and rows to stop and select by, or the folds of a cross-validation."""
+        if num_rows >= _LARGE or self.validation_fraction is not None:
+            fraction = _FRACTION if self.validation_fraction is None else self.validation_fraction
+            splits = [_hold_out(np.arange(num_rows), int(np.ceil(fraction * num_rows)), strata, seed)]
+        else:
+            kind = KFold if strata is None or np.bincount(strata).min() < _FOLDS else StratifiedKFold
+            splits = kind(_FOLDS, shuffle=True, random_state=seed).split(np.zeros(num_rows), strata)
+        return from_splits(splits, num_rows, uneven="trim")
 
     def _fit_scaler(self, values: np.ndarray, weights: np.ndarray) -> StandardScaler:
         """Means and standard deviations of the columns, in 64 bits; 0 and 1 without `standardise`."""
@@ -103,22 +179,44 @@ class AbstractEstimator(BaseEstimator):
             scaler.mean_, scaler.scale_ = np.zeros_like(scaler.mean_), np.ones_like(scaler.scale_)
         return scaler
 
-    def _train(self, x: np.ndarray, y: np.ndarray, split: RowSplit, head: AbstractHead) -> None:
-        """Trains the members, for targets that are standardised, or indices of classes."""
-        key, x = own_key(split.seed), scale(self.input_scaler_, x)
-        some = lambda rows: (x[rows], y[rows], split.weights[rows].astype(x.dtype))
-        make = functools.partial(Member, self._make_network(), device_scaler(self.input_scaler_, x.shape[1:]), head)
+    def _train(self, table: Any, y: np.ndarray, split: RowSplit, head: AbstractHead) -> None:
+        """Trains and selects the members, for targets that are standardised, or indices of classes."""
+        key, rows, folds = own_key(split.seed), split.rows, split.folds
+        x = scale(self.input_scaler_, self._encode(take_rows(table, rows)))
+        data = x, (y[rows], split.weights[rows].astype(x.dtype))
+        is_large, num_folds = len(rows) >= _LARGE, 1 if folds is None else len(folds.train)
+        draws = _MEMBERS[is_large] if self.num_members is None else self.num_members
+        num_members = draws * num_folds  # that of draw i in fold j is the member i * num_folds + j
+        trained = np.arange(len(rows))[None] if folds is None else np.asarray(folds.train)
+        num_rows = trained.shape[1]
+        wanted = 2 ** int(np.clip(np.log2(num_rows / 128), 5, 10)) if self.batch_size is None else self.batch_size
+        batch_size = min(wanted, num_rows)
+        steps = -(-num_rows // batch_size)
+        epochs = int(np.clip(_STEPS // steps, *_EPOCHS)) if self.max_iter is None else self.max_iter
+        of_draws = lambda values: jax.tree.map(lambda x: jnp.repeat(x, num_folds), values)
+        make, shapes = self._make_network(_WIDTHS[is_large], draws, key)
+        scaler = device_scaler(self.input_scaler_, x.shape[1:])
         ensemble = build(
-            lambda key: make(key=key), self.num_members, shared=lambda member: (member.inputs, member.head), key=key
-        )
-        drawn = np.asarray(bootstrap(len(split.rows), self.num_members, key=key)) if self.bootstrap else None
-        optimiser, hyper = self._make_optimiser()
-        validation = None if split.held_out is None else Validation(some(split.held_out), min_delta=self.tol)
-        batch_size = min(self.batch_size, len(split.rows))
+            lambda key, **own: Member(make, scaler, head, key=key, **own), num_members, zip=of_draws(shapes),
+            shared=lambda member: (member.inputs, member.head), mesh=self.mesh, key=key,
+        )  # fmt: skip
+        train_data, own_rows = jax.tree.map(lambda x: x[trained[0]], data), None
+        if num_folds > 1 or self.bootstrap:
+            train_data, own_rows = data, np.tile(trained, (draws, 1))
+        if self.bootstrap:
+            own_rows = np.take_along_axis(own_rows, np.asarray(bootstrap(num_rows, num_members, key=key)), axis=1)
+        optimiser, hyper = self._make_optimiser(epochs * steps, draws, key)
+        validation = callbacks = None
+        if folds is not None:
+            validation = Validation(_held_out(data, folds, draws), score=score, mode="min", min_delta=self.tol)
+            look = partial(_show_ensemble, data, folds, head)
+            callbacks = every(max(epochs // _LOOKS, 1), look, at_end=False) if self.verbose else None
         run = fit(
-            ensemble, loss, optimiser, some(split.rows), epochs=self.max_iter, batch_size=batch_size,
-            validation=validation, patience=None if validation is None else self.n_iter_no_change, hyper=hyper,
-            rows=drawn, history="epochs", progress=bool(self.verbose), key=key,
+            ensemble, loss, optimiser, train_data, rows=own_rows, epochs=epochs, batch_size=batch_size,
+            validation=validation, patience=None if validation is None else self.n_iter_no_change,
+            hyper=of_draws(hyper), history="epochs", mesh=self.mesh,
+            stop=None if self.time_limit is None else Stopping(seconds=self.time_limit),
+            callbacks=callbacks, progress=bool(self.verbose), key=key,
         )  # fmt: skip
         healthy = run.status != Status.DIVERGED
         if not healthy.any():
@@ -126,9 +224,19 @@ class AbstractEstimator(BaseEstimator):
                 f"`{caller()}`: all members diverged. Lower `learning_rate`, or look for extreme values in the data.",
                 run,
             )
-        self.ensemble_ = run.ensemble[healthy]
-        self.rows_ = None if drawn is None else split.rows[drawn[healthy]]
-        steps = -(-len(split.rows) // batch_size)
+        weights = np.full(draws, 1 / draws)
+        self.validation_score_ = self.validation_scores_ = None
+        if folds is not None:
+            found, self.validation_scores_ = _select(run.ensemble, healthy, data, folds, head, _INITIAL[is_large])
+            self.validation_score_ = float(np.min(found.scores[min(_INITIAL[is_large], draws) - 1 :]))
+            if self.select and np.isfinite(self.validation_score_):
+                weights = np.asarray(found.weights)
+        weights = np.repeat(weights / num_folds, num_folds) * healthy
+        members = np.flatnonzero(weights)
+        self.weights_, self.ensemble_ = weights[members] / weights.sum(), run.ensemble[members]
+        drawn = of_draws({**(hyper or {}), **shapes})
+        self.hyper_ = {name: np.asarray(values)[members] for name, values in drawn.items()}
+        self.rows_ = rows[own_rows[members]] if self.bootstrap else None
         self.n_iter_ = int(-(-np.max(run.train_state.step) // steps))
         # A long epoch has several losses.
         losses = run.history.loss[healthy].reshape(healthy.sum(), -(-run.history.step[-1] // steps), -1).mean(axis=2)
@@ -137,33 +245,42 @@ class AbstractEstimator(BaseEstimator):
         held_out_loss = run.history.validation
         self.validation_loss_curve_ = None if held_out_loss is None else curve(held_out_loss[healthy])
 
-    def _make_network(self) -> Callable[..., Any]:
-        """The constructor of a network: the user's, or that of the default one."""
+    def _make_network(self, width: int, num_members: int, key: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The constructor of a network, and what it takes for each member `(members,)`."""
         if self.make is not None:
-            return self.make
+            return self.make, {}
         check_word(self.activation, "activation", tuple(ACTIVATIONS))
-        sizes = tuple(map(int, self.hidden_layer_sizes))
-        return functools.partial(Network, hidden_layer_sizes=sizes, activation=self.activation)
+        if self.hidden_layer_sizes is not None:
+            sizes = tuple(map(int, self.hidden_layer_sizes))
+            return partial(Network, hidden_layer_sizes=sizes, activation=self.activation), {}
+        shapes = sweep.draw(_SHAPES, num_members, key=key)
+        shapes["dropout"] = shapes["dropout"] * shapes.pop("has_dropout")
+        num_numbers = self.encoder_.output_indices_["numbers"].stop
+        return partial(TableNetwork, num_numbers=num_numbers, width=width, activation=self.activation), shapes
 
-    def _make_optimiser(self) -> tuple[Any, Any]:
+    def _make_optimiser(self, num_steps: int, num_members: int, key: Any) -> tuple[Any, Any]:
         """The optimiser, and the hyperparameters of all members, which are traced: a grid of them compiles once."""
         if isinstance(self.optimiser, optax.GradientTransformation):
             return self.optimiser, None
-        numbers = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
-        hyper = {name: jnp.full(self.num_members, value, float) for name, value in numbers.items()}
-        return _optimiser_of_hyper(self.optimiser), hyper
+        given = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay}
+        fixed = {name: jnp.full(num_members, value, float) for name, value in given.items() if value is not None}
+        return _optimiser_of_hyper(self.optimiser, num_steps), sweep.draw(_RANGES, num_members, key=key) | fixed
 
     def _predict(self, X: Any, combine: Callable[..., Any] | None = None) -> Any:
         """The combination of the members' predictions of standardised targets, or of logits."""
         check_is_fitted(self)
-        rows: Any = validate_data(self, X, reset=False, dtype=np.float64)
-        x = scale(self.input_scaler_, rows)
-        return predict(self.ensemble_, x, fn=predict_standardised, combine=combine, progress=False)
+        is_frame = hasattr(X, "iloc")
+        how: Any = {"skip_check_array": True} if is_frame else {"dtype": np.float64, "ensure_all_finite": "allow-nan"}
+        table = validate_data(self, X, reset=False, **how)
+        x = scale(self.input_scaler_, self._encode(table))
+        weights = None if combine is None else self.weights_
+        options: dict[str, Any] = {"combine": combine, "weights": weights, "mesh": self.mesh, "progress": False}
+        return predict(self.ensemble_, x, fn=predict_standardised, **options)
 
     def _predict_out_of_bag(self, predictions: Any, split: RowSplit) -> tuple[np.ndarray, Any]:
         """The mean over the members that did not draw a row, NaN if there is none, and which rows have one."""
-        assert self.rows_ is not None
-        found = np.array(held_out_mean(predictions, out_of_bag(self.rows_, predictions.shape[1])).mean)
+        unseen = out_of_bag(self.rows_, predictions.shape[1])
+        found = np.array(held_out_mean(predictions, unseen, weights=self.weights_).mean)
         found[np.setdiff1d(np.arange(len(found)), split.rows)] = np.nan
         known = ~np.isnan(_columns(found)).any(axis=1)
         if not known.any():
@@ -172,10 +289,77 @@ class AbstractEstimator(BaseEstimator):
 
 
 @functools.cache  # equal functions share compiled programs
-def _optimiser_of_hyper(make: Callable[..., Any] | None) -> Callable[[Any], optax.GradientTransformation]:
-    if make is None:
-        return lambda hyper: optax.adamw(hyper["learning_rate"], weight_decay=hyper["weight_decay"])
-    return lambda hyper: make(hyper["learning_rate"])
+def _optimiser_of_hyper(
+    make: Callable[..., Any] | None, num_steps: int
+) -> Callable[[Any], optax.GradientTransformation]:
+    if make is not None:
+        return lambda hyper: make(hyper["learning_rate"])
+
+    def adamw(hyper: Any) -> optax.GradientTransformation:
+        rate = optax.cosine_decay_schedule(hyper["learning_rate"], num_steps)
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=hyper["weight_decay"]))
+
+    return adamw
+
+
+def _held_out(data: Any, folds: Folds, draws: int) -> Any:
+    """The rows by which each member is stopped; the weights of rows that fill up a short fold are zero."""
+    if len(folds.test) == 1:
+        return jax.tree.map(lambda x: x[folds.test[0]], data)
+    x, (y, weights) = jax.tree.map(lambda x: jnp.asarray(x)[folds.test], data)
+    of_folds = x, (y, weights * folds.valid.astype(weights.dtype))
+    return Each(jax.tree.map(lambda x: jnp.tile(x, (draws, *[1] * (x.ndim - 1))), of_folds))
+
+
+def _select(
+    ensemble: Any, healthy: np.ndarray, data: Any, folds: Folds, head: AbstractHead, num_initial: int
+) -> tuple[combine.Greedy, np.ndarray]:
+    """Greedy selection of draws by predictions for held-out rows, and the score of each draw alone."""
+    x, targets = data
+    held = np.flatnonzero(np.asarray(folds.in_test).any(axis=0))
+    predictions = predict(ensemble, x[held], fn=average, progress=False)
+    predictions = predictions.reshape(-1, len(folds.test), *predictions.shape[1:])
+    fold = np.asarray(folds.in_test)[:, held].argmax(axis=0)
+    of_draws = jnp.stack([own[fold, np.arange(len(held))] for own in predictions])
+    # A draw that diverged in a fold has no prediction there.
+    of_draws = of_draws.at[~healthy.reshape(len(of_draws), -1).all(axis=1)].set(jnp.nan)
+    own = jax.tree.map(lambda x: x[held], targets)
+    score_of = lambda mean: score_of_average(head)(mean, own)
+    steps = {"num_steps": 2 * len(of_draws), "num_initial": min(num_initial, len(of_draws))}
+    return combine.greedy(of_draws, score_of, **steps), np.asarray(jax.vmap(score_of)(of_draws))
+
+
+def _show_ensemble(data: Any, folds: Folds, head: AbstractHead, state: TrainState) -> None:
+    """Tells in the progress line how good the ensemble is so far."""
+    if (line := shown_line()) is not None:
+        found, _ = _select(best_of(state)[0], np.ones(state.num_members, bool), data, folds, head, 1)
+        line.note = f", ensemble {np.nanmin(found.scores):.4g}"
+
+
+def take_rows(table: Any, rows: np.ndarray) -> Any:
+    """Some rows of a data frame or an array."""
+    return table.iloc[rows] if hasattr(table, "iloc") else table[rows]
+
+
+def _hold_out(rows: np.ndarray, count: int, strata: np.ndarray | None, seed: int) -> tuple[Any, Any]:
+    """The rows without so many that are held out, and these; of classes as many as there are, if each has enough."""
+    if strata is not None:
+        strata, sizes = strata[rows], np.unique(strata[rows], return_counts=True)[1]
+        strata = strata if sizes.min() > 1 and len(sizes) <= min(count, len(rows) - count) else None
+    kept, held_out = train_test_split(rows, test_size=count, random_state=seed, stratify=strata)
+    return kept, held_out
+
+
+def _encoder(table: Any) -> ColumnTransformer:
+    """Numbers with medians for missing ones and a mark for each column that misses some; a column per category."""
+    numbers: Any = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+    if not hasattr(table, "iloc"):
+        return ColumnTransformer([("numbers", numbers, list(range(table.shape[1])))])
+    is_number = lambda column: column.dtype.kind in "biuf"
+    names = [name for name in table.columns if is_number(table[name])]
+    others = [name for name in table.columns if not is_number(table[name])]
+    categories = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
+    return ColumnTransformer([("numbers", numbers, names), ("categories", categories, others)])
 
 
 def scale(scaler: StandardScaler, values: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
-from ._base import AbstractEstimator  # the first: it says what to install
+from ._base import AbstractEstimator, take_rows  # the first: it says what to install
 
 # isort: split
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -10,9 +10,9 @@ from sklearn.base import ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import _check_sample_weight, validate_data
+from sklearn.utils.validation import _check_sample_weight
 
-from .. import combine
+from .. import calibrate, combine
 from .._caller import caller
 from ._member import Classes
 
@@ -54,8 +54,10 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     """
 
     class_weight: Any = None
+    _least_calibration: ClassVar[int] = 100
 
     classes_: np.ndarray = dataclasses.field(init=False)
+    temperature_: float = dataclasses.field(init=False)
     oob_decision_function_: np.ndarray = dataclasses.field(init=False)
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "EnsembleClassifier":
@@ -70,17 +72,25 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
         **Raises:** as [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         """
-        x: Any
-        x, y = validate_data(self, X, y, dtype=np.float64)
+        table, y = self._take_rows(X, y)
         check_classification_targets(y)
         self.classes_, indices = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError(f"`{caller()}` needs two or more classes, got one class: {self.classes_.tolist()}.")
         if self.class_weight is not None:
-            given = _check_sample_weight(sample_weight, x, dtype=np.float64)
+            given = _check_sample_weight(sample_weight, table, dtype=np.float64)
             sample_weight = given * compute_sample_weight(self.class_weight, y)
-        split = self._split(x, sample_weight, strata=indices)
-        self._train(x, indices.astype(np.int32), split, Classes(len(self.classes_)))
+        split = self._split(table, sample_weight, strata=indices)
+        self._train(table, indices.astype(np.int32), split, Classes(len(self.classes_)))
+        self.temperature_ = 1.0
+        if split.calibration is not None:
+            own = take_rows(table, split.calibration)
+            logs, labels, weights = self.predict_log_proba(own)[None], indices[split.calibration], split.weights
+            if not (logs[0].argmax(axis=1) == labels).all():  # else the likelihood has no maximum
+                fitted = calibrate.temperature(
+                    logs, labels, pool="mixture", row_weights=weights[split.calibration].astype(logs.dtype)
+                )
+                self.temperature_ = float(fitted.temperature[0])
         if self.bootstrap:
             found, known = self._predict_out_of_bag(jax.nn.softmax(self._predict(X)), split)
             self.oob_decision_function_, self.oob_score_ = found, np.nan

@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
-from .. import scores
+from ..train import Frozen
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -41,6 +41,58 @@ class Network(eqx.Module):
         for layer in self.layers[:-1]:
             x = ACTIVATIONS[self.activation](layer(x))
         return self.layers[-1](x)
+
+
+NUM_BLOCKS = 3
+_WAVES, _SOFT_LIMIT = 8, 3.0
+
+
+@final
+class TableNetwork(eqx.Module):
+    """The network of tables: waves of the numbers, then residual blocks, of which each member uses some.
+
+    Members of several depths are one stack: a block that a member does not use is skipped by a mask.
+    """
+
+    frequencies: Float[Array, "numbers waves"]
+    phases: Float[Array, "numbers waves"]
+    first: eqx.nn.Linear
+    blocks: list[eqx.nn.Linear]
+    last: eqx.nn.Linear
+    uses: Bool[Array, " blocks"]
+    dropout: Frozen
+    activation: str = eqx.field(static=True)
+
+    def __init__(
+        self, in_size: int, out_size: int, num_numbers: int, width: int, activation: str,
+        *, depth: Any, dropout: Any, scale: Any, key: Key[Array, ""],
+    ):  # fmt: skip
+        keys = jax.random.split(key, NUM_BLOCKS + 4)
+        self.frequencies = 2 * jnp.pi * scale * jax.random.normal(keys[0], (num_numbers, _WAVES))
+        self.phases = jax.random.uniform(keys[1], (num_numbers, _WAVES), maxval=2 * jnp.pi)
+        self.first = eqx.nn.Linear(in_size + num_numbers * _WAVES, width, key=keys[2])
+        self.blocks = [eqx.nn.Linear(width, width, key=key) for key in keys[4:]]
+        self.last = eqx.nn.Linear(width, out_size, key=keys[3])
+        self.uses = jnp.arange(NUM_BLOCKS) < depth
+        self.dropout, self.activation = Frozen(jnp.asarray(dropout)), activation
+
+    def __call__(self, x: Float[Array, " features"], *, key: Key[Array, ""] | None = None) -> Float[Array, " out"]:
+        keys = [None] * (NUM_BLOCKS + 1) if key is None else jax.random.split(key, NUM_BLOCKS + 1)
+
+        def drop(values: Array, key: Any) -> Array:
+            if key is None:
+                return values
+            kept = 1 - self.dropout.value
+            return jnp.where(jax.random.bernoulli(key, kept, values.shape), values / kept, 0)
+
+        act = ACTIVATIONS[self.activation]
+        x = x / jnp.sqrt(1 + (x / _SOFT_LIMIT) ** 2)  # features far from all others are drawn near
+        numbers = x[: len(self.frequencies), None]
+        waves = jnp.cos(self.frequencies * numbers + self.phases)
+        hidden = drop(act(self.first(jnp.concatenate([x, waves.ravel()]))), keys[0])
+        for block, used, own in zip(self.blocks, self.uses, keys[1:], strict=True):
+            hidden = hidden + jnp.where(used, drop(act(block(hidden)), own), 0)
+        return self.last(hidden)
 
 
 _LEAST_VARIANCE = 1e-6  # of standardised targets
@@ -81,10 +133,25 @@ class AbstractHead(eqx.Module):
     def loss(self, outputs: Float[Array, " out"], target: Array) -> Float[Array, ""]:
         """The loss for one row, with a standardised target."""
 
+    @abstractmethod
+    def average(self, outputs: Float[Array, " out"]) -> Array:
+        """What is averaged over members: means, or probabilities."""
+
+    @abstractmethod
+    def score(self, average: Array, target: Array) -> Float[Array, ""]:
+        """The error of an average for one row, by which members are stopped and selected."""
+
 
 @final
 class GaussianHead(AbstractHead):
-    """A mean and a variance for each target; the loss is the negative log likelihood in nats, the mean over targets."""
+    r"""A mean and a variance for each target.
+
+    The loss is the negative log likelihood times the variance, which is held constant: means are trained by the squared
+    error, as of point heads, and not less where the variance is large.
+
+    ??? cite
+        [Seitzer et al., ICLR 2022](https://arxiv.org/abs/2203.09168), with $\beta = 1$.
+    """
 
     targets: Scaler
 
@@ -101,7 +168,15 @@ class GaussianHead(AbstractHead):
         return self.targets.restore(mean), variance * self.targets.scale**2
 
     def loss(self, outputs: Float[Array, " out"], target: Float[Array, "*targets"]) -> Float[Array, ""]:
-        return scores.nll_gaussian(*self.read(outputs), target)
+        mean, variance = self.read(outputs)
+        nll = 0.5 * (jnp.log(variance) + (target - mean) ** 2 / variance)
+        return jnp.mean(jax.lax.stop_gradient(variance) * nll)
+
+    def average(self, outputs: Float[Array, " out"]) -> Float[Array, "*targets"]:
+        return self.read(outputs)[0]
+
+    def score(self, average: Float[Array, "*targets"], target: Float[Array, "*targets"]) -> Float[Array, ""]:
+        return jnp.mean((target - average) ** 2)
 
 
 @final
@@ -121,7 +196,13 @@ class PointHead(AbstractHead):
         return self.targets.restore(prediction)
 
     def loss(self, outputs: Float[Array, " out"], target: Float[Array, "*targets"]) -> Float[Array, ""]:
-        return jnp.mean((target - self.read(outputs)) ** 2)
+        return self.score(self.read(outputs), target)
+
+    def average(self, outputs: Float[Array, " out"]) -> Float[Array, "*targets"]:
+        return self.read(outputs)
+
+    def score(self, average: Float[Array, "*targets"], target: Float[Array, "*targets"]) -> Float[Array, ""]:
+        return jnp.mean((target - average) ** 2)
 
 
 @final
@@ -143,6 +224,12 @@ class Classes(AbstractHead):
     def loss(self, outputs: Float[Array, " out"], target: Int[Array, ""]) -> Float[Array, ""]:
         return optax.softmax_cross_entropy_with_integer_labels(outputs, target)
 
+    def average(self, outputs: Float[Array, " out"]) -> Float[Array, " classes"]:
+        return jax.nn.softmax(outputs)
+
+    def score(self, average: Float[Array, " classes"], target: Int[Array, ""]) -> Float[Array, ""]:
+        return -jnp.log(jnp.maximum(average[target], jnp.finfo(average.dtype).tiny))
+
 
 @final
 class Member(eqx.Module):
@@ -157,8 +244,10 @@ class Member(eqx.Module):
     head: AbstractHead
     takes_key: bool = eqx.field(static=True)
 
-    def __init__(self, make: Callable[..., Any], inputs: Scaler, head: AbstractHead, *, key: Key[Array, ""]):
-        self.network = make(inputs.mean.size, head.out_size, key=key)
+    def __init__(
+        self, make: Callable[..., Any], inputs: Scaler, head: AbstractHead, *, key: Key[Array, ""], **own: Any
+    ):
+        self.network = make(inputs.mean.size, head.out_size, key=key, **own)
         self.inputs, self.head = inputs, head
         parameters = inspect.signature(self.network).parameters.values()
         self.takes_key = any(p.name == "key" or p.kind is p.VAR_KEYWORD for p in parameters)
@@ -177,11 +266,31 @@ class Member(eqx.Module):
         return self.head.restore(self.head.read(self.outputs(self.inputs.standardise(x), key)))
 
 
-def loss(model: Member, batch: tuple[Array, Array, Array], key: Key[Array, ""]) -> Float[Array, ""]:
+Rows = tuple[Array, tuple[Array, Array]]  # features, and targets with weights
+
+
+def loss(model: Member, batch: Rows, key: Key[Array, ""]) -> Float[Array, ""]:
     """The weighted loss of a batch; weights have mean one over all training rows."""
-    x, y, weights = batch
+    x, (y, weights) = batch
     outputs = jax.vmap(model.outputs)(x, jax.random.split(key, len(x)))
     return jnp.mean(weights * jax.vmap(model.head.loss)(outputs, y))
+
+
+def score(model: Member, batch: Rows, key: Key[Array, ""]) -> Float[Array, ""]:
+    """The score of a member on rows for validation."""
+    del key
+    x, targets = batch
+    return score_of_average(model.head)(jax.vmap(lambda x: average(model, x))(x), targets)
+
+
+def score_of_average(head: AbstractHead) -> Callable[[Array, tuple[Array, Array]], Float[Array, ""]]:
+    """The weighted mean over rows of an average's score."""
+    return lambda averages, targets: jnp.mean(targets[1] * jax.vmap(head.score)(averages, targets[0]))
+
+
+def average(model: Member, x: Float[Array, " features"]) -> Array:
+    """What is averaged over members, from standardised features."""
+    return model.head.average(model.outputs(x))
 
 
 def predict_standardised(model: Member, x: Float[Array, " features"]) -> Any:

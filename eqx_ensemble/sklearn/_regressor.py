@@ -1,4 +1,4 @@
-from ._base import AbstractEstimator, device_scaler, scale, unscale  # the first: it says what to install
+from ._base import AbstractEstimator, device_scaler, scale, take_rows, unscale  # the first: it says what to install
 
 # isort: split
 import dataclasses
@@ -9,9 +9,9 @@ import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from .. import combine, uncertainty
+from .. import combine, conformal, uncertainty
 from .._check import check_word
 from ._member import GaussianHead, PointHead
 
@@ -100,16 +100,24 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
         check_word(self.head, "head", ("gaussian", "point"))
-        x: Any
-        x, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=np.float64)
+        table, y = self._take_rows(X, y, multi_output=True, y_numeric=True)
         y = np.asarray(y, np.float64)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
-        split = self._split(x, sample_weight)
+        split = self._split(table, sample_weight)
         self.target_scaler_ = self._fit_scaler(y[split.rows], split.weights[split.rows])
         kind = {"gaussian": GaussianHead, "point": PointHead}[self.head]
         head = kind(device_scaler(self.target_scaler_, y.shape[1:]))
-        self._train(x, scale(self.target_scaler_, y), split, head)
+        targets = scale(self.target_scaler_, y)
+        self._train(table, targets, split, head)
+        self.calibration_, self.scale_ = None, np.ones(y.shape[1:])
+        if split.calibration is not None:
+            own = take_rows(table, split.calibration)
+            mean, std = self._moments(own)
+            self.calibration_ = mean, std, targets[split.calibration]
+            if self.head == "gaussian":
+                errors = ((self.calibration_[2] - mean) / std) ** 2
+                self.scale_ = np.sqrt(np.average(errors, axis=0, weights=split.weights[split.calibration]))
         if self.bootstrap:
             predictions = self._predict(X)
             means = predictions[0] if self.head == "gaussian" else predictions
@@ -135,12 +143,11 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         **Returns:** the means, float64, of the shape of the targets; with `return_std` a pair with the standard
         deviations: of the mixture of Gaussian heads, or of point heads' predictions, without noise.
         """
-        moments = self._predict(X, self._combine(combine.gaussian, combine.moments))
-        mean = unscale(self.target_scaler_, moments.mean)
+        mean, std = self._moments(X)
         if not return_std:
-            return mean
+            return unscale(self.target_scaler_, mean)
         scaler: Any = self.target_scaler_
-        return mean, np.sqrt(np.asarray(moments.variance, np.float64)) * scaler.scale_.reshape(mean.shape[1:])
+        return unscale(self.target_scaler_, mean), std * self.scale_ * scaler.scale_.reshape(mean.shape[1:])
 
     def predict_interval(self, X: Any, *, level: float = 0.9) -> tuple[np.ndarray, np.ndarray]:
         """The central interval of the ensemble's predictive distribution.
@@ -156,10 +163,28 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         Gaussian heads, or of point heads' predictions, which ignore the noise of targets and cover less than `level` of
         them.
         """
-        of_gaussians = lambda moments: uncertainty.gaussian_mixture_interval(*moments, level=level)
-        find = self._combine(of_gaussians, partial(uncertainty.interval, level=level))
-        lower, upper = self._predict(X, find)
-        return unscale(self.target_scaler_, lower), unscale(self.target_scaler_, upper)
+        if self.calibration_ is None:
+            of_gaussians = lambda moments, weights: uncertainty.gaussian_mixture_interval(
+                *moments, weights=weights, level=level
+            )
+            ends = self._predict(X, self._combine(of_gaussians, partial(uncertainty.interval, level=level)))
+        else:
+            mean, std = self._moments(X)
+            shares = zip(*(x.reshape(len(x), -1).T for x in self.calibration_), strict=True)
+            is_gaussian = self.head == "gaussian"
+            radius = [
+                float(conformal.split(own, target, level=level, scale=width if is_gaussian else None).radius)
+                for own, width, target in shares
+            ]
+            half = np.reshape(radius, mean.shape[1:]) * (std if is_gaussian else 1)
+            ends = mean - half, mean + half
+        lower, upper = (unscale(self.target_scaler_, end) for end in ends)
+        return lower, upper
+
+    def _moments(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
+        """The means and standard deviations of standardised targets."""
+        moments = self._predict(X, self._combine(combine.gaussian, combine.moments))
+        return np.asarray(moments.mean, np.float64), np.sqrt(np.asarray(moments.variance, np.float64))
 
     def _combine(self, of_gaussians: Any, of_points: Any) -> Any:
         """The combination that suits the predictions."""

@@ -247,7 +247,7 @@ class Loop:
             said += f", loss {known.mean():.4g}"
         is_long = self.in_epochs and self.task.num_rows and self.done % self.task.epoch
         self.line.n = round(self.done / self.task.epoch, 1) if is_long else self.epoch if self.in_epochs else self.done
-        self.line.set_postfix_str(said, refresh=False)
+        self.line.set_postfix_str(said + self.line.note, refresh=False)
         self.line.update(0)
 
     def curves(self) -> History:
