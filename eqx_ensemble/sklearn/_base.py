@@ -64,16 +64,15 @@ class RowSplit(NamedTuple):
     seed: int
 
 
-# For fewer rows than this, and for more: draws, widths, best draws that are selected first.
-_LARGE, _MEMBERS, _WIDTHS, _INITIAL = 2000, (8, 32), (64, 128), (4, 1)
+_LARGE, _MEMBERS, _WIDTHS = 2000, (8, 32), (64, 128)  # draws and widths for fewer rows, and for more
 _FOLDS, _FRACTION = 5, 0.15  # of fewer rows folds, of more a part, by which members are stopped and selected
 _STEPS, _EPOCHS = 3000, (8, 200)  # about so many steps, within so many epochs
 _RANGES = {"learning_rate": sweep.LogUniform(3e-4, 5e-3), "weight_decay": sweep.LogUniform(1e-4, 1e-1)}
 _SHAPES = {
     "depth": sweep.Choice([*range(NUM_BLOCKS + 1)]),
     "scale": sweep.LogUniform(0.01, 10.0),
-    "dropout": sweep.Uniform(0.0, 0.5),
-    "has_dropout": sweep.Choice([0, 1]),
+    "dropout": sweep.Uniform(0.0, 0.3),
+    "has_dropout": sweep.Choice([0.0, 1.0]),
 }
 _CATEGORIES = 64  # of a column; rarer ones are one
 _LOOKS = 20  # of a run, at most, at the ensemble so far
@@ -129,7 +128,9 @@ class AbstractEstimator(BaseEstimator):
     def _take_rows(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
         """The table and the targets to train by."""
         if not hasattr(X, "iloc"):
-            return validate_data(self, X, y, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+            x: Any
+            x, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite="allow-nan", **options)
+            return x, y
         validate_data(self, X, skip_check_array=True)
         _, y = check_X_y(np.zeros((len(X), 1)), y, **options)
         return X, y
@@ -200,19 +201,22 @@ class AbstractEstimator(BaseEstimator):
             lambda key, **own: Member(make, scaler, head, key=key, **own), num_members, zip=of_draws(shapes),
             shared=lambda member: (member.inputs, member.head), mesh=self.mesh, key=key,
         )  # fmt: skip
-        train_data, own_rows = jax.tree.map(lambda x: x[trained[0]], data), None
-        if num_folds > 1 or self.bootstrap:
-            train_data, own_rows = data, np.tile(trained, (draws, 1))
+        own_rows = np.tile(trained, (draws, 1))
         if self.bootstrap:
             own_rows = np.take_along_axis(own_rows, np.asarray(bootstrap(num_rows, num_members, key=key)), axis=1)
+        has_own = num_folds > 1 or self.bootstrap
         optimiser, hyper = self._make_optimiser(epochs * steps, draws, key)
-        validation = callbacks = None
+        validation = callbacks = select = None
+        # Of few rows, against overfitting, the best quarter is selected first.
+        num_initial = 1 if is_large else max(draws // 4, 1)
         if folds is not None:
+            select = _selection(data, folds, head, num_initial)
             validation = Validation(_held_out(data, folds, draws), score=score, mode="min", min_delta=self.tol)
-            look = partial(_show_ensemble, data, folds, head)
-            callbacks = every(max(epochs // _LOOKS, 1), look, at_end=False) if self.verbose else None
+            look = every(max(epochs // _LOOKS, 1), partial(_show_ensemble, select), at_end=False)
+            callbacks = look if self.verbose else None
         run = fit(
-            ensemble, loss, optimiser, train_data, rows=own_rows, epochs=epochs, batch_size=batch_size,
+            ensemble, loss, optimiser, data if has_own else jax.tree.map(lambda x: x[trained[0]], data),
+            rows=own_rows if has_own else None, epochs=epochs, batch_size=batch_size,
             validation=validation, patience=None if validation is None else self.n_iter_no_change,
             hyper=of_draws(hyper), history="epochs", mesh=self.mesh,
             stop=None if self.time_limit is None else Stopping(seconds=self.time_limit),
@@ -226,9 +230,9 @@ class AbstractEstimator(BaseEstimator):
             )
         weights = np.full(draws, 1 / draws)
         self.validation_score_ = self.validation_scores_ = None
-        if folds is not None:
-            found, self.validation_scores_ = _select(run.ensemble, healthy, data, folds, head, _INITIAL[is_large])
-            self.validation_score_ = float(np.min(found.scores[min(_INITIAL[is_large], draws) - 1 :]))
+        if select is not None:
+            found, self.validation_scores_ = select(run.ensemble, healthy)
+            self.validation_score_ = float(np.min(found.scores[num_initial - 1 :]))
             if self.select and np.isfinite(self.validation_score_):
                 weights = np.asarray(found.weights)
         weights = np.repeat(weights / num_folds, num_folds) * healthy
@@ -281,7 +285,8 @@ class AbstractEstimator(BaseEstimator):
         """The mean over the members that did not draw a row, NaN if there is none, and which rows have one."""
         unseen = out_of_bag(self.rows_, predictions.shape[1])
         found = np.array(held_out_mean(predictions, unseen, weights=self.weights_).mean)
-        found[np.setdiff1d(np.arange(len(found)), split.rows)] = np.nan
+        trained = split.rows if split.folds is None else split.rows[np.asarray(split.folds.in_train).any(axis=0)]
+        found[np.setdiff1d(np.arange(len(found)), trained)] = np.nan
         known = ~np.isnan(_columns(found)).any(axis=1)
         if not known.any():
             warn("No row is out of bag for any member: `oob_score_` is NaN. Use more members or rows.")
@@ -311,28 +316,30 @@ def _held_out(data: Any, folds: Folds, draws: int) -> Any:
     return Each(jax.tree.map(lambda x: jnp.tile(x, (draws, *[1] * (x.ndim - 1))), of_folds))
 
 
-def _select(
-    ensemble: Any, healthy: np.ndarray, data: Any, folds: Folds, head: AbstractHead, num_initial: int
-) -> tuple[combine.Greedy, np.ndarray]:
-    """Greedy selection of draws by predictions for held-out rows, and the score of each draw alone."""
-    x, targets = data
-    held = np.flatnonzero(np.asarray(folds.in_test).any(axis=0))
-    predictions = predict(ensemble, x[held], fn=average, progress=False)
-    predictions = predictions.reshape(-1, len(folds.test), *predictions.shape[1:])
-    fold = np.asarray(folds.in_test)[:, held].argmax(axis=0)
-    of_draws = jnp.stack([own[fold, np.arange(len(held))] for own in predictions])
-    # A draw that diverged in a fold has no prediction there.
-    of_draws = of_draws.at[~healthy.reshape(len(of_draws), -1).all(axis=1)].set(jnp.nan)
-    own = jax.tree.map(lambda x: x[held], targets)
-    score_of = lambda mean: score_of_average(head)(mean, own)
-    steps = {"num_steps": 2 * len(of_draws), "num_initial": min(num_initial, len(of_draws))}
-    return combine.greedy(of_draws, score_of, **steps), np.asarray(jax.vmap(score_of)(of_draws))
+def _selection(data: Any, folds: Folds, head: AbstractHead, num_initial: int) -> Callable[..., Any]:
+    """Greedy selection of draws by predictions for held-out rows, with the score of each draw alone."""
+    in_test = np.asarray(folds.in_test)
+    held = np.flatnonzero(in_test.any(axis=0))
+    fold, rows = in_test[:, held].argmax(axis=0), np.arange(len(held))
+    x, targets = jax.tree.map(lambda x: x[held], data)
+    score_of = lambda mean: score_of_average(head)(mean, targets)  # one function, which is compiled once
+
+    def select(ensemble: Any, healthy: np.ndarray) -> tuple[combine.Greedy, np.ndarray]:
+        predictions = predict(ensemble, x, fn=average, progress=False)
+        of_folds = predictions.reshape(-1, len(in_test), *predictions.shape[1:])
+        of_draws = jnp.stack([own[fold, rows] for own in of_folds])
+        # A draw that diverged in a fold has no prediction there.
+        of_draws = of_draws.at[~healthy.reshape(len(of_draws), -1).all(axis=1)].set(jnp.nan)
+        found = combine.greedy(of_draws, score_of, num_steps=2 * len(of_draws), num_initial=num_initial)
+        return found, np.asarray(jax.vmap(score_of)(of_draws))
+
+    return select
 
 
-def _show_ensemble(data: Any, folds: Folds, head: AbstractHead, state: TrainState) -> None:
+def _show_ensemble(select: Callable[..., Any], state: TrainState) -> None:
     """Tells in the progress line how good the ensemble is so far."""
     if (line := shown_line()) is not None:
-        found, _ = _select(best_of(state)[0], np.ones(state.num_members, bool), data, folds, head, 1)
+        found, _ = select(best_of(state)[0], np.ones(state.num_members, bool))
         line.note = f", ensemble {np.nanmin(found.scores):.4g}"
 
 
@@ -355,9 +362,14 @@ def _encoder(table: Any) -> ColumnTransformer:
     numbers: Any = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
     if not hasattr(table, "iloc"):
         return ColumnTransformer([("numbers", numbers, list(range(table.shape[1])))])
-    is_number = lambda column: column.dtype.kind in "biuf"
-    names = [name for name in table.columns if is_number(table[name])]
-    others = [name for name in table.columns if not is_number(table[name])]
+    kinds = {name: table[name].dtype.kind for name in table.columns}
+    if times := [name for name, kind in kinds.items() if kind in "mM"]:
+        raise TypeError(
+            f"`{caller()}` takes columns of numbers and of categories; {times} hold times.\n"
+            "Make numbers of them, such as `X['date'].dt.dayofyear`."
+        )
+    names = [name for name, kind in kinds.items() if kind in "biuf"]
+    others = [name for name in kinds if name not in names]
     categories = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
     return ColumnTransformer([("numbers", numbers, names), ("categories", categories, others)])
 

@@ -14,40 +14,39 @@ from sklearn.utils.validation import _check_sample_weight
 
 from .. import calibrate, combine
 from .._caller import caller
+from .._warnings import warn
 from ._member import Classes
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
-    """A scikit-learn classifier: a deep ensemble of any Equinox models.
+    """A scikit-learn classifier: one call from a table to a calibrated ensemble of networks.
 
-    For two or more classes of any type. The loss is the cross entropy; probabilities are the mean of the members'.
+    For two or more classes of any type. The loss is the cross entropy; probabilities are the weighted mean of the
+    members', to the power of `1 / temperature_` and normalised. [`eqx_ensemble.sklearn.EnsembleRegressor`][] tells how
+    members are drawn, stopped, selected and calibrated.
 
-    **Arguments:**
+    **Arguments:** as for [`eqx_ensemble.sklearn.EnsembleRegressor`][], without `head`. `out_size` is the number of
+    classes.
 
-    - `make`, `num_members`, `hidden_layer_sizes`, `activation`, `optimiser`, `learning_rate`, `weight_decay`,
-        `batch_size`, `max_iter`, `early_stopping`, `validation_fraction`, `n_iter_no_change`, `tol`, `bootstrap`,
-        `random_state`, `verbose`: as for [`eqx_ensemble.sklearn.EnsembleRegressor`][];
-        `out_size` is the number of classes.
-    - `standardise`: whether to standardise features.
     - `class_weight`: weights of classes as a dict, or `"balanced"`, which multiply those of the rows.
 
     **Attributes:**
 
-    - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][]. Its members take features in the unit of the data and return
-        logits; `ensemble_[0].network` is the Module that `make` made. Members that diverged are excluded, with a
-        warning.
+    - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][] of the selected members. They take features of
+        `encoder_.transform(X)` and return logits; `ensemble_[0].network` is the Module that `make` made.
     - `classes_`: the classes, in the order of logits and probabilities.
-    - `oob_score_`, `oob_decision_function_`: with `bootstrap`, the accuracy and the class probabilities of members that
-        were not trained on the row; NaN for rows that all members drew, or that were kept for validation.
-    - `rows_`, `n_iter_`, `loss_curve_`, `validation_loss_curve_`, `input_scaler_`, `n_features_in_`,
-        `feature_names_in_`: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][].
+    - `temperature_`: fitted to the calibration rows ([`eqx_ensemble.calibrate.temperature`][]); 1 without.
+    - `oob_score_`, `oob_decision_function_`: with `bootstrap`, the accuracy and the class probabilities, before
+        calibration, of members that were not trained on the row; NaN for rows that all members drew, or that no member
+        is trained on.
+    - others: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][]; scores are mean negative log probabilities in nats.
 
     ```python
     from sklearn.datasets import load_iris
 
     x, y = load_iris(return_X_y=True, as_frame=True)
-    model = ee.sklearn.EnsembleClassifier(max_iter=20, bootstrap=True, random_state=0).fit(x, y)
+    model = ee.sklearn.EnsembleClassifier(num_members=2, max_iter=20, bootstrap=True, random_state=0).fit(x, y)
     model.predict_proba(x).shape  # (150, 3)
     model.oob_score_, model.ensemble_
     ```
@@ -86,11 +85,12 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         if split.calibration is not None:
             own = take_rows(table, split.calibration)
             logs, labels, weights = self.predict_log_proba(own)[None], indices[split.calibration], split.weights
+            options: Any = {"pool": "mixture", "row_weights": weights[split.calibration].astype(logs.dtype)}
             if not (logs[0].argmax(axis=1) == labels).all():  # else the likelihood has no maximum
-                fitted = calibrate.temperature(
-                    logs, labels, pool="mixture", row_weights=weights[split.calibration].astype(logs.dtype)
-                )
-                self.temperature_ = float(fitted.temperature[0])
+                try:
+                    self.temperature_ = float(calibrate.temperature(logs, labels, **options).temperature[0])
+                except ValueError as error:
+                    warn(f"`{caller()}` leaves probabilities as they are. {error}")
         if self.bootstrap:
             found, known = self._predict_out_of_bag(jax.nn.softmax(self._predict(X)), split)
             self.oob_decision_function_, self.oob_score_ = found, np.nan
@@ -104,9 +104,10 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
         return self.classes_[best]
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Class probabilities `(rows, classes)`, the mean of the members', in the dtype of the members."""
+        """Class probabilities `(rows, classes)`, calibrated, in the dtype of the members."""
         return np.exp(self.predict_log_proba(X))
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """Log-probabilities `(rows, classes)`, accurate even where probabilities underflow."""
-        return np.asarray(self._predict(X, combine.mixture))
+        logs = self._predict(X, combine.mixture)
+        return np.asarray(logs if self.temperature_ == 1 else jax.nn.log_softmax(logs / self.temperature_))
