@@ -109,6 +109,7 @@ class AbstractEstimator(BaseEstimator):
 
     ensemble_: Ensemble[Member] = dataclasses.field(init=False)
     weights_: np.ndarray = dataclasses.field(init=False)
+    draws_: np.ndarray = dataclasses.field(init=False)
     hyper_: dict[str, np.ndarray] = dataclasses.field(init=False)
     validation_score_: float | None = dataclasses.field(init=False)
     validation_scores_: np.ndarray | None = dataclasses.field(init=False)
@@ -238,6 +239,7 @@ class AbstractEstimator(BaseEstimator):
         weights = np.repeat(weights / num_folds, num_folds) * healthy
         members = np.flatnonzero(weights)
         self.weights_, self.ensemble_ = weights[members] / weights.sum(), run.ensemble[members]
+        self.draws_ = members // num_folds
         drawn = of_draws({**(hyper or {}), **shapes})
         self.hyper_ = {name: np.asarray(values)[members] for name, values in drawn.items()}
         self.rows_ = rows[own_rows[members]] if self.bootstrap else None

@@ -81,8 +81,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
     - `ensemble_`: the trained [`eqx_ensemble.Ensemble`][] of the selected members. They take features of
         `encoder_.transform(X)` and return a target, or with Gaussian heads `(mean, variance)`, in the units of the
         data; `ensemble_[0].network` is the Module that `make` made. Diverged members are excluded, with a warning.
-    - `weights_`: their weights `(members,)`, of sum one. `hyper_`: what was drawn for them, arrays `(members,)` by
-        name.
+    - `weights_`: their weights `(members,)`, of sum one; `draws_`: the draw of each; `hyper_`: what was drawn for them,
+        arrays `(members,)` by name.
     - `validation_score_`, `validation_scores_`: the score on held-out rows, in units of standardised targets, of the
         ensemble, and of each draw `(num_members,)`; `None` without held-out rows.
     - `encoder_`: the fitted `sklearn.compose.ColumnTransformer`: medians for missing numbers, one column for each
