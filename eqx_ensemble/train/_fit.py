@@ -247,7 +247,7 @@ def fit(
     if loop.faulty:
         lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)
         raise DivergedError(f"`fit`: members {', '.join(map(str, lost))} diverged.", run)
-    warn_of_diverged(run, lost_before)
+    warn_of_diverged(run, lost_before, joint=task.joint)
     if validation is not None:
         warn_of_undefined(run)
     return run
