@@ -168,7 +168,7 @@ class Interacting(JointOptimiser):
 
     optimiser: Any
     num_rows: Any = dataclasses.field(kw_only=True)
-    directions: Callable[..., Any] = dataclasses.field(default=svgd, kw_only=True)
+    directions: Callable[..., Any] = dataclasses.field(default_factory=lambda: svgd, kw_only=True)
 
     def meet(
         self, state: TrainState, now: Trained, value: Array, grads: tuple[PyTree, PyTree], *, joint: bool

@@ -80,7 +80,7 @@ def fit(
     - `ensemble`: the ensemble to train; or a training state or run to continue, with its own model state and keys.
     - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
-        hyperparameters.
+        hyperparameters. Or [`eqx_ensemble.train.JointLoss`][], of all members' predictions.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyperparameters that returns one; or
         [`eqx_ensemble.train.Together`][], which also trains shared leaves.
 

@@ -68,12 +68,16 @@ class JointLoss:
         return jax.vmap(model)(batch[0])
 
     def crps(predictions, batch):
-        return jnp.mean(ee.scores.crps(predictions, batch[1], estimator="fair"))
+        return ee.scores.crps(predictions, batch[1])
 
     ensemble = ee.build(lambda key: eqx.nn.MLP(3, "scalar", 8, 1, key=key), 4, key=key)
     data, loss = (jnp.ones((64, 3)), jnp.ones(64)), ee.train.JointLoss(predict, crps)
     run = ee.fit(ensemble, loss, optax.adam(1e-3), data, epochs=2, key=key)
     ```
+
+    ??? cite
+        [Liu and Yao 1999](https://doi.org/10.1016/S0893-6080(99)00073-8), negative correlation; [Kellner and Ceriotti
+        2024](https://arxiv.org/abs/2402.16621), shallow ensembles
     """
 
     predict: Callable[..., Any]

@@ -312,7 +312,7 @@ def healthy_weights(run: Run[Any], weights: Any) -> np.ndarray | None:
     return np.where(healthy, np.ones(len(healthy)) if weights is None else np.asarray(weights), 0)
 
 
-def warn_of_diverged(run: Run[Any], before: np.ndarray, *, joint: bool) -> None:
+def warn_of_diverged(run: Run[Any], before: np.ndarray, *, joint: bool = False) -> None:
     """Warns of the members that diverged in this call."""
     lost = (run.status == Status.DIVERGED) & ~before
     if lost.all():

@@ -123,6 +123,20 @@ def test_almost_fair_crps_of_linear_members():
     np.testing.assert_allclose(run.ensemble.stacked.weight[:, 0], w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.95])
+def test_members_that_differ_by_weights_alone_become_quantiles(alpha):
+    """Of constants, where the closed form of the slope is zero; by the fair score they are spread too wide."""
+    y, k = (np.arange(1000) + 0.5).astype(np.float32) / 1000, np.arange(1, 6)
+    crps = lambda predictions, y: ee.scores.crps(predictions, y, estimator="fair", alpha=alpha)
+    loss = ee.train.JointLoss(lambda level, batch, key: jnp.broadcast_to(level, batch.shape), crps)
+    levels = ee.from_stacked(jnp.linspace(0.3, 0.6, 5))
+    run = ee.fit(levels, loss, optax.sgd(0.5), y, batch_size=1000, steps=200, key=KEY)
+    want = 0.5 + (1 - (1 - alpha) / 5) * (2 * k - 6) / 8
+    np.testing.assert_allclose(run.ensemble.stacked, want, atol=2e-3)
+    if alpha == 0:
+        np.testing.assert_allclose(want, (2 * k - 1) / 10)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.95, 1.0])
 def test_the_score_is_between_the_two_estimators(alpha):
     samples = jax.random.normal(KEY, (5, 40))
