@@ -13,7 +13,7 @@ from .._boundary import array_function, kinds
 from .._pytree import PyTree
 from ..train import Status, TrainState
 from ..train._meeting import JointOptimiser, of_all, own_part
-from ..train._state import Trained, all_finite
+from ..train._state import all_finite
 
 __all__ = ["Interacting", "svgd", "wgd"]
 
@@ -171,8 +171,8 @@ class Interacting(JointOptimiser):
     directions: Callable[..., Any] = dataclasses.field(default_factory=lambda: svgd, kw_only=True)
 
     def meet(
-        self, state: TrainState, now: Trained, value: Array, grads: tuple[PyTree, PyTree], *, joint: bool
-    ) -> tuple[Trained, PyTree]:
+        self, state: TrainState, now: Any, value: Array, grads: tuple[PyTree, PyTree], *, joint: bool
+    ) -> tuple[Any, PyTree]:
         """Replaces the gradients. An inactive member keeps its own, from which divergence is detected."""
         (point, unravel), (gradient, _) = _ravel(now.own), _ravel(grads[0])
         is_active = (state.status == Status.OK) & all_finite((point, gradient, value))
