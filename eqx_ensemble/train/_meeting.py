@@ -16,7 +16,7 @@ from .._map import is_per_member
 from .._mesh import sharding
 from .._pytree import PyTree
 from ._optimiser import update
-from ._state import Status, Trained, TrainState, all_finite
+from ._state import Status, TrainState, all_finite
 
 MEMBERS = "eqx_ensemble.members"  # the name of the mapped axis
 
@@ -123,10 +123,8 @@ class JointOptimiser(abc.ABC):
     optimiser: Any
 
     @abc.abstractmethod
-    def meet(
-        self, state: TrainState, now: Trained, value: Array, grads: tuple[PyTree, PyTree], *, joint: bool
-    ) -> tuple[Trained, PyTree]:
-        """What one member changes before its own optimiser's step, and the gradients which that takes.
+    def meet(self, state: TrainState, now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
+        """What one member has `now`, changed before its own optimiser's step, and the gradients which that takes.
 
         `grads` are those by the member's and by the common weights; `joint` says that the loss is that of all members.
         """
@@ -199,9 +197,7 @@ class Together(JointOptimiser):
     optimiser: optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation]
     shared: optax.GradientTransformation = dataclasses.field(kw_only=True)
 
-    def meet(
-        self, state: TrainState, now: Trained, value: Array, grads: tuple[PyTree, PyTree], *, joint: bool
-    ) -> tuple[Trained, PyTree]:
+    def meet(self, state: TrainState, now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
         """Changes the shared weights."""
         own, common = grads
         if joint:  # each member has its own part of the gradient
