@@ -46,7 +46,7 @@ MUTANTS = [
         "choose_trained(trains, trained,",
         "train/test_fit.py",
     ),
-    Mutant("train/_member.py", "jax.random.fold_in(key, before.step + j)", "key", "train/test_fit.py"),
+    Mutant("train/_member.py", "jax.random.fold_in(key, step + j)", "key", "train/test_fit.py"),
     Mutant(
         "train/_member.py",
         "best=choose(better, (weights.own, state.model_state), state.best)",
@@ -77,7 +77,6 @@ MUTANTS = [
     Mutant(
         "train/_step.py", "choose_trained(trains & finite, new,", "choose_trained(trains, new,", "train/test_step.py"
     ),
-    Mutant("train/_meeting.py", "(own_part(grads),)", "(jnp.sum(grads, 0),)", "train/test_joint.py"),
     Mutant("train/_revive.py", "keys=state.keys, step=state.step", "step=state.step", "train/test_callbacks.py"),
     Mutant("_save.py", "if fields or end != whole", "if fields and end != whole", "test_save.py"),
     Mutant("_load.py", "header.starts[name] + row * size", "header.starts[name] + i * size", "test_save.py"),
