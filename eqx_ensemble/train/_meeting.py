@@ -53,7 +53,7 @@ class JointLoss:
 
     Members are then NOT independent. All see the same batches, in the order of the first one; data and rows cannot be
     marked [`eqx_ensemble.Each`][]. All run at once, whatever the plan. One that has stopped keeps its weights, and its
-    predictions stay in the loss. If those of one are not finite, the loss of all is not: all `diverge`, and have the
+    predictions stay in the loss. If those of one are not finite, the loss of all is not: all diverge, and get back the
     weights of the epoch's start. A line search cannot be used.
 
     **Arguments:**
