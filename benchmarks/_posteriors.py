@@ -1,7 +1,7 @@
 """Methods with a posterior: chains, Laplace, SNGP, particles, and heads that predict their own uncertainty."""
 
 import functools as ft
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -99,21 +99,8 @@ def spectral_gaussian_process(task: Task) -> Fitted | None:
 
 def svgd(task: Task) -> Fitted:
     """Stein variational gradient descent of all weights."""
-    penalised = lambda model, batch, key: nll(model, batch, key) + 0.5 * task.decay * squared_norm(model)
-    step = m.particles.make_step(penalised, task.amount.adam, num_rows=task.num_rows)
-    state = ee.train.init(task.build(), task.amount.adam, key=task.key)
-    for batches in _epochs(task):
-        state, _ = ee.train.scan_steps(step, state, batches)
-    return of_members(task, state.ensemble)
-
-
-def _epochs(task: Task) -> Iterator[Any]:
-    """The batches of every epoch in a random order; what does not fill a batch waits for the next epoch."""
-    rng, (x, y), size = np.random.default_rng(task.fold), task.split.train, task.amount.batch_size
-    steps = min(task.amount.steps, len(x) // size)
-    for _ in range(task.amount.steps // steps):
-        rows = rng.permutation(len(x))[: steps * size].reshape(steps, -1)
-        yield x[rows], y[rows]
+    optimiser = m.particles.Interacting(task.amount.adam, num_rows=task.num_rows)
+    return of_members(task, task.fit(task.build(), optimiser).ensemble)
 
 
 def evidential(task: Task) -> Fitted:

@@ -34,7 +34,7 @@ from ._warnings import ignore_warnings
 from .plan import Blocks
 from .train._fit import check_outside
 from .train._fit import fit as fit_here
-from .train._optimiser import Optimiser, Together
+from .train._meeting import Optimiser, members_meet
 from .train._options import Stopping, limits_of
 from .train._program import hyper_arrays
 from .train._run import Run, warn_of_diverged
@@ -113,8 +113,8 @@ def fit(
     if check_positive_int(shards, "shards") > count:
         raise ValueError(f"`fleet.fit` needs at most one shard per member: {count} members, `shards={shards}`.")
     check_processes(executor)
-    if isinstance(optimiser, Together):
-        raise TypeError("`fleet.fit` trains shards apart, and `Together` trains leaves that all members share.")
+    if members_meet(loss, optimiser, getattr(options.get("validation"), "score", None)):
+        raise TypeError("`fleet.fit` trains shards apart, and members meet in this loss, optimiser or score.")
     options |= {
         "hyper": None if hyper is None else Each(hyper_arrays(hyper, count)),
         "rows": None if rows is None else Each(as_numpy(rows.value if isinstance(rows, Each) else rows, "rows")),

@@ -86,7 +86,7 @@ CALLS = {
         "ence": {name: _ONE[name] for name in ("mean", "variance", "targets")} | _ROWS | {"num_bins": 2},
         "sharpness": {"variance": _VARIANCE[0]} | _ROWS,
         "quantile_calibration_error": {"values": np.abs(_TARGETS) / 3, "num_levels": 9, "kind": "squared"} | _ROWS,
-        "crps": _POINTS | _ROWS | _MEAN_OR_NONE | {"estimator": "nrg"},
+        "crps": _POINTS | _ROWS | _MEAN_OR_NONE | {"estimator": "nrg", "alpha": 1.0},
         "crps_gaussian": _ONE,
         "crps_gaussian_mixture": _MOMENTS | _ROWS | {"targets": _TARGETS, "reduction": "mean"},
         "nll_gaussian": _ONE,

@@ -46,7 +46,7 @@ MUTANTS = [
         "choose_trained(trains, trained,",
         "train/test_fit.py",
     ),
-    Mutant("train/_member.py", "jax.random.fold_in(key, before.step + j)", "key", "train/test_fit.py"),
+    Mutant("train/_member.py", "jax.random.fold_in(key, step + j)", "key", "train/test_fit.py"),
     Mutant(
         "train/_member.py",
         "best=choose(better, (weights.own, state.model_state), state.best)",

@@ -17,7 +17,7 @@ from .._warnings import ignore_warnings
 from ..resample import Folds, HeldOut, held_out_mean
 from ..train import DivergedError
 from ..train._fit import fit
-from ..train._optimiser import Optimiser
+from ..train._meeting import Optimiser
 from ..train._run import Run, healthy_weights
 
 

@@ -18,7 +18,7 @@ from ..distributed import to_host
 from ..sweep import AbstractRange, draw
 from ..train import Validation, every, perturb
 from ..train._fit import fit
-from ..train._optimiser import Optimiser
+from ..train._meeting import Optimiser
 from ..train._options import callbacks_of
 from ..train._program import hyper_arrays
 from ..train._run import Run

@@ -1,29 +1,21 @@
 """Interacting particles: Stein variational gradient descent (SVGD) and repulsive ensembles."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from .._boundary import array_function, kinds
-from .._check import check_word
-from .._ensemble import M
-from .._foreign import take_in
-from .._keys import tag
-from .._map import is_per_member, view
 from .._pytree import PyTree
-from ..train import Metrics, Status, TrainState
-from ..train._blocks import axes_of_inputs
-from ..train._member import Task, flags_of, gradient_of, trained_of
-from ..train._optimiser import Optimiser, update
-from ..train._state import pieces_of
-from ..train._step import keep_if_finite
+from ..train import Status, TrainState
+from ..train._meeting import JointOptimiser, of_all, own_part
+from ..train._state import all_finite
 
-__all__ = ["make_step", "svgd", "wgd"]
+__all__ = ["Interacting", "svgd", "wgd"]
 
 Kernel = Callable[[Array, Array], Any]
 """A positive, symmetric and differentiable function of two vectors."""
@@ -136,37 +128,26 @@ def _median_bandwidth(squared_distances: Array, active: Array) -> Array:
     return jnp.where(found > 0, found, 1)  # one particle, or equal ones
 
 
-def make_step(
-    loss: Callable[..., Any],
-    optimiser: Optimiser,
-    *,
-    num_rows: Any,
-    method: Literal["svgd", "wgd"] = "svgd",
-    kernel: Kernel | None = None,
-    has_aux: bool = False,
-) -> Callable[[TrainState[M], PyTree], tuple[TrainState[M], Metrics]]:
-    r"""Makes a compiled step in which members INTERACT in weight space: `state, metrics = step(state, batch)`.
+@dataclasses.dataclass(frozen=True)
+class Interacting(JointOptimiser):
+    r"""An optimiser whose members INTERACT in weight space: particles that jointly represent a posterior.
 
-    Members are particles that jointly represent a posterior. The step is called like that of
-    [`eqx_ensemble.train.make_step`][], also in [`eqx_ensemble.train.scan_steps`][]; loss and optimiser are written for
-    ONE member. With scores $s_i = -N \nabla L_i$ and the directions $\phi_i$ of
-    [`eqx_ensemble.methods.particles.svgd`][] or [`eqx_ensemble.methods.particles.wgd`][] between flattened weights,
-    the optimiser receives $-\phi_i / N$.
+    In place of an optimiser in [`eqx_ensemble.fit`][], [`eqx_ensemble.train.init`][] and
+    [`eqx_ensemble.train.make_step`][]. The loss is the negative log-posterior per row, with a prior such as
+    [`eqx_ensemble.methods.priors.gaussian_penalty`][]: without one, particles drift apart indefinitely. With scores
+    $s_i = -N \nabla L_i$ and the directions $\phi_i$ between flattened weights, the optimiser receives $-\phi_i / N$.
 
-    Diverged and stopped members no longer affect the others. A step takes time of order `members**2` times the number
-    of weights, and memory for three copies of the weights.
+    Diverged and stopped members no longer affect the others. All members run at once, whatever the plan. A step takes
+    time of order `members**2` times the number of weights, and memory for three copies of the weights.
 
     **Arguments:**
 
-    - `loss`: as for [`eqx_ensemble.train.make_step`][]: the negative log-posterior per row, with a prior such as
-        [`eqx_ensemble.methods.priors.gaussian_penalty`][]; without one, particles drift apart indefinitely.
-    - `optimiser`: that of [`eqx_ensemble.train.init`][], of real weights; no line search.
+    - `optimiser`: that of one member, or a function of its hyperparameters that returns one; of real weights; no line
+        search.
     - `num_rows`: $N$, the number of all training rows, divided by a temperature if any.
-    - `method`: `"svgd"`, or `"wgd"` for repulsive ensembles.
-    - `kernel`: as for [`eqx_ensemble.methods.particles.svgd`][].
-    - `has_aux`: whether the loss returns auxiliary outputs after its other outputs.
-
-    **Returns:** the step. Its batch is shared except for parts marked [`eqx_ensemble.Each`][].
+    - `directions`: [`eqx_ensemble.methods.particles.svgd`][], or [`eqx_ensemble.methods.particles.wgd`][] for
+        repulsive ensembles, called `directions(points, scores, active=active)`. With a kernel:
+        `functools.partial(svgd, kernel=kernel)`.
 
     ```python
     def loss(model, batch, key):
@@ -176,54 +157,27 @@ def make_step(
 
 
     ensemble = ee.build(lambda key: eqx.nn.Linear(3, 1, key=key), 4, key=key)
-    optimiser = optax.adam(1e-2)
-    state = ee.train.init(ensemble, optimiser, key=key)
-    step = ee.methods.particles.make_step(loss, optimiser, num_rows=8)
-    state, metrics = step(state, (jnp.ones((8, 3)), jnp.zeros((8, 1))))
+    optimiser = ee.methods.particles.Interacting(optax.adam(1e-2), num_rows=8)
+    run = ee.fit(ensemble, loss, optimiser, (jnp.ones((8, 3)), jnp.zeros((8, 1))), epochs=2, key=key)
     ```
 
     ??? cite
         [Liu and Wang 2016](https://arxiv.org/abs/1608.04471); [D'Angelo and Fortuin
         2021](https://arxiv.org/abs/2106.11642)
     """
-    check_word(method, "method", ("svgd", "wgd"))
-    task, meet = Task(loss, None, has_aux=has_aux), svgd if method == "svgd" else wgd
 
-    @eqx.filter_jit
-    def step(state: TrainState[M], batch: PyTree) -> tuple[TrainState[M], Metrics]:
-        if state.together is not None:
-            raise TypeError("Interacting members cannot be trained with `train.Together`.")
-        moving, _, rest = pieces_of(state)
-        axes = eqx.if_array(0), axes_of_inputs(batch)
+    optimiser: Any
+    num_rows: Any = dataclasses.field(kw_only=True)
+    directions: Callable[..., Any] = dataclasses.field(default_factory=lambda: svgd, kw_only=True)
 
-        def evaluate(moving: PyTree, batch: PyTree) -> tuple[Array, Array, PyTree]:
-            one = eqx.combine(moving, rest)
-            batch, now = jax.tree.map(view, batch, is_leaf=is_per_member), trained_of(one)
-            key = jax.random.fold_in(jax.random.fold_in(one.keys, tag("loss")), one.step)
-            value, (grads, _), model_state, aux, _ = gradient_of(task, now, one, batch, key)
-            return _ravel(now.own)[0], _ravel(grads)[0], (value, model_state, aux)
-
-        points, gradients, found = eqx.filter_vmap(evaluate, in_axes=axes)(moving, batch)
-        finite = [jnp.isfinite(x).reshape(len(x), -1).all(axis=1) for x in (points, gradients, found[0])]
-        active = (state.status == Status.OK) & finite[0] & finite[1] & finite[2]
-        count = jnp.asarray(num_rows, points.dtype)
-        moved = -meet(points, -count * gradients, kernel=kernel, active=active) / count
-        # An inactive member keeps its own gradient, from which divergence is detected.
-        gradients = jnp.where(active[:, None], moved, gradients)
-
-        def move(moving: PyTree, gradient: Array, found: PyTree) -> tuple[PyTree, Metrics]:
-            one, (value, model_state, aux) = eqx.combine(moving, rest), found
-            now = trained_of(one)
-            grads = _ravel(now.own)[1](gradient)
-            params, opt_state = update(optimiser, grads, now.opt_state, now.own, value, None, one.hyper)
-            new = now._replace(own=params, opt_state=opt_state, model_state=model_state)
-            after, metrics = keep_if_finite(one, new, value, aux)
-            return eqx.filter(after, flags_of(moving)), metrics
-
-        moved, metrics = eqx.filter_vmap(move, in_axes=eqx.if_array(0))(moving, gradients, found)
-        return eqx.combine(moved, rest), metrics
-
-    return lambda state, batch: step(state, take_in(batch, "batch"))
+    def meet(self, state: TrainState, now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
+        """Replaces the gradients. An inactive member keeps its own, from which divergence is detected."""
+        (point, unravel), (gradient, _) = _ravel(now.own), _ravel(grads[0])
+        is_active = (state.status == Status.OK) & all_finite((point, gradient, value))
+        points, gradients, active = of_all((point, gradient, is_active))
+        count = jnp.asarray(self.num_rows, points.dtype)
+        moves = -self.directions(points, -count * gradients, active=active) / count
+        return now, unravel(jnp.where(is_active, own_part(moves), gradient))
 
 
 def _ravel(tree: PyTree) -> tuple[Float[Array, " size"], Callable[[Array], PyTree]]:

@@ -204,6 +204,7 @@ def crps(
     targets: kinds.Targets,
     *,
     estimator: Estimator = "nrg",
+    alpha: float = 1.0,
     weights: kinds.Weights = None,
     row_weights: kinds.RowWeights = None,
     reduction: kinds.Reduction = "mean",
@@ -219,6 +220,8 @@ def crps(
     - `samples`: `(members, *batch)`, one number per member and entry.
     - `targets`: `(*batch,)`.
     - `estimator`: `"nrg"` or `"fair"`, as in `scoringrules`; report which one was used.
+    - `alpha`: with `"fair"`, its share in the sum with `"nrg"`: 0.95 is almost fair. At one, the score does not depend
+        on one member if all others are at the target.
     - `weights`: convex weights over members, `(members,)`. Only with `"nrg"`.
     - `row_weights`, `reduction`: as for every score.
 
@@ -233,9 +236,11 @@ def crps(
     ```
 
     ??? cite
-        [Ferro, QJRMS 2014](https://doi.org/10.1002/qj.2270)
+        [Ferro, QJRMS 2014](https://doi.org/10.1002/qj.2270); [Lang et al., 2024](https://arxiv.org/abs/2412.15832)
     """
-    return crps_in_order(samples, targets, weights, estimator)
+    if estimator == "nrg" and alpha != 1:
+        raise value_error('`alpha` with `estimator="fair"`', f"got {alpha}", 'Pass `estimator="fair"`, too.')
+    return crps_in_order(samples, targets, weights, estimator, alpha)
 
 
 @array_function(in_order="samples")
@@ -297,6 +302,7 @@ def crps_in_order(
     targets: Float[Array, "*batch"],
     weights: Float[Array, " members *batch"] | None,
     estimator: Estimator,
+    alpha: float = 1.0,
 ) -> Float[Array, "*batch"]:
     """The score of each row, of samples that are sorted over members. A common offset cancels before the sums."""
     check_estimator(estimator, samples.shape[0], weights)
@@ -306,7 +312,7 @@ def crps_in_order(
     over = sum_members((1 - below) ** 2 * jnp.diff(jnp.maximum(errors, 0), axis=0))
     found = under + over + jnp.maximum(errors[0], 0) + jnp.maximum(-errors[-1], 0)
     if estimator == "fair":  # minus half the mean distance of two members, over M - 1
-        found -= sum_members(below * (1 - below) * jnp.diff(errors, axis=0)) / (samples.shape[0] - 1)
+        found -= alpha * sum_members(below * (1 - below) * jnp.diff(errors, axis=0)) / (samples.shape[0] - 1)
     # Where differences are NaN, the score is infinite, or zero if all agree with the target.
     infinite = jnp.isinf(samples[0]) | jnp.isinf(samples[-1]) | jnp.isinf(targets)
     unknown = jnp.isnan(samples[-1]) | jnp.isnan(targets)

@@ -1,5 +1,6 @@
 from ._history import History as History
-from ._optimiser import Together as Together
+from ._meeting import JointLoss as JointLoss
+from ._meeting import Together as Together
 from ._options import Checkpoint as Checkpoint
 from ._options import Stopping as Stopping
 from ._options import Validation as Validation

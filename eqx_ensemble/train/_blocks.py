@@ -21,8 +21,9 @@ from .._mesh import pad_members, replicate, shard_members
 from .._pytree import PyTree
 from ..distributed import to_host
 from ..plan import Blocks
-from ._member import MEMBERS, Curves, Task, Trained, end_part, flags_of, take_step, train, trained_of
-from ._state import Pieces, Status, TrainState, pieces_of
+from ._meeting import MEMBERS, check_alike
+from ._member import Curves, Task, end_part, flags_of, take_step, train
+from ._state import Pieces, Status, Trained, TrainState, pieces_of, trained_of
 
 _own = eqx.if_array(0)
 
@@ -31,6 +32,13 @@ def axes_of_inputs(inputs: PyTree) -> PyTree:
     """The axes of members in data and options, which only marked ones have."""
     none = lambda x: jax.tree.map(lambda _: None, x)
     return jax.tree.map(lambda x: axes_of(x) if is_per_member(x) else none(x), inputs, is_leaf=is_per_member)
+
+
+def axes_of_batch(task: Task, batch: PyTree) -> PyTree:
+    """The axes of members in a batch, which has none if their loss is one."""
+    if task.joint:
+        check_alike({"batch": batch})
+    return axes_of_inputs(batch)
 
 
 @eqx.filter_jit(donate="all-except-first")
@@ -75,7 +83,7 @@ def step_block(read: tuple, now: Trained) -> tuple[Trained, tuple[Any, Any]]:
         key = jax.random.fold_in(jax.random.fold_in(state.keys, tag("loss")), state.step + index)
         return take_step(task, now, state, jax.tree.map(view, batch, is_leaf=is_per_member), key)
 
-    axes = (_TRAINED, _own, axes_of_inputs(batch))
+    axes = (_TRAINED, _own, axes_of_batch(task, batch))
     return eqx.filter_vmap(one_step, in_axes=axes, out_axes=(_TRAINED, _own), axis_name=MEMBERS)(now, moving, batch)
 
 
@@ -140,7 +148,7 @@ class Crew:
     def __init__(self, state: TrainState, inputs: dict, task: Task, plan: Any, mesh: Mesh | None) -> None:
         self.mesh, self.num_members = mesh, state.num_members
         self.cores, self.size = 1, state.num_members
-        if isinstance(plan, Blocks) and mesh is None and state.together is None:
+        if isinstance(plan, Blocks) and mesh is None and not task.meets:
             changed = (state.params, state.params, state.opt_state)  # the gradients are like the weights
             self.size = plan.size_for(changed, task.bytes_of_step)
             self.cores = plan.cores or num_cores()

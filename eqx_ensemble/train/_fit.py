@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import os
 import time
@@ -26,8 +27,9 @@ from ..plan import AnyPlan, Blocks, Vmap, as_plan
 from ._blocks import Crew
 from ._history import check_same_aux, empty_history
 from ._loop import Loop, Position, deferred_interrupt
+from ._meeting import JointLoss, Optimiser, Together, alone, check_alike
 from ._member import Task, takes_hyper
-from ._optimiser import Optimiser, Together, is_function
+from ._optimiser import is_function
 from ._options import Checkpoint, Every, Stopping, Validation, callbacks_of, limits_of
 from ._program import init, trace_task
 from ._run import Run, best_of, warn_of_diverged, warn_of_undefined
@@ -78,7 +80,7 @@ def fit(
     - `ensemble`: the ensemble to train; or a training state or run to continue, with its own model state and keys.
     - `loss`: `loss(model, batch, key) -> value` on one batch `(batch, ...)`; for stateful members
         `loss(model, state, batch, key) -> (value, state)`. A parameter named `hyper` receives the member's
-        hyperparameters.
+        hyperparameters. Or [`eqx_ensemble.train.JointLoss`][], of all members' predictions.
     - `optimiser`: an optax optimiser; with `hyper`, a function of a member's hyperparameters that returns one; or
         [`eqx_ensemble.train.Together`][], which also trains shared leaves.
 
@@ -184,8 +186,13 @@ def fit(
             inputs["rows"] = own = take_rows(rows, num_members, num_rows)
             shape = shape_of_epoch(num_rows if own is None else own.value.shape[1], batch_size, first)
         batch = member_shapes(inputs["data"], shape["batch_size"])
+    score = None if validation is None else validation.score or loss
+    for fn, names in ((loss, ("data", "rows")), (score, ("validation",))):
+        if isinstance(fn, JointLoss):
+            check_alike({name: inputs[name] for name in names})
+    joint = lambda fn: dataclasses.replace(fn, num_members=num_members, mesh=mesh) if isinstance(fn, JointLoss) else fn
     task = Task(
-        loss, optimiser, None if validation is None else validation.score or loss, has_aux=has_aux,
+        joint(loss), optimiser, joint(score), has_aux=has_aux,
         shuffle=bool(shuffle), patience=patience, mode="min" if validation is None else validation.mode,
         min_delta=0.0 if validation is None else validation.min_delta, per_step=history == "steps",
         rows_of_mesh=rows_of_mesh(mesh), **shape,
@@ -240,7 +247,7 @@ def fit(
     if loop.faulty:
         lost = np.flatnonzero((run.status == Status.DIVERGED) & ~lost_before)
         raise DivergedError(f"`fit`: members {', '.join(map(str, lost))} diverged.", run)
-    warn_of_diverged(run, lost_before)
+    warn_of_diverged(run, lost_before, joint=task.joint)
     if validation is not None:
         warn_of_undefined(run)
     return run
@@ -257,8 +264,7 @@ def check_outside() -> None:
 
 def check_use_of_hyper(hyper: Any, optimiser: Any, loss: Any, score: Any, callbacks: Any) -> None:
     """Warns of hyperparameters that neither optimiser nor loss takes: all members would be trained alike."""
-    alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
-    takes = is_function(alone) or any(takes_hyper(fn) for fn in (loss, score) if fn)
+    takes = is_function(alone(optimiser)) or any(takes_hyper(fn) for fn in (loss, score) if fn)
     if hyper is not None and not takes and not callbacks:
         warn(
             "`fit`: nothing uses `hyper`. Pass a function of it as the optimiser, "

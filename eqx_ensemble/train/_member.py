@@ -22,11 +22,10 @@ from .._marks import Shared
 from .._mesh import sharding
 from .._pytree import PyTree
 from ._convolutions import as_products
-from ._optimiser import Together, update
+from ._meeting import MEMBERS, JointLoss, JointOptimiser, alone, mean_of_members, members_meet, of_all
+from ._optimiser import update
 from ._order import stream
-from ._state import Status, TrainState, weights_of, with_weights
-
-MEMBERS = "eqx_ensemble.members"  # the name of the mapped axis
+from ._state import Status, Trained, TrainState, all_finite, trained_of, weights_of, with_trained
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,10 +59,20 @@ class Task:
     bytes_of_step: int = 0  # that a step of one member writes
     digest: str = ""
 
+    @property
+    def joint(self) -> bool:
+        """Whether the loss is that of all members."""
+        return isinstance(self.loss, JointLoss)
+
+    @property
+    def meets(self) -> bool:
+        """Whether a member's results depend on the others."""
+        return members_meet(self.loss, self.optimiser, self.score)
+
     def _key(self) -> tuple:
         skipped = ("loss", "optimiser", "score", "outputs", "bytes_of_step")
         fields = [getattr(self, x.name) for x in dataclasses.fields(self) if x.name not in skipped]
-        return (*fields, isinstance(self.optimiser, Together))
+        return (*fields, self.meets)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Task) or self._key() != other._key():
@@ -110,33 +119,6 @@ def takes_hyper(fn: Callable[..., Any]) -> bool:
         return False
 
 
-class Trained(NamedTuple):
-    """What a step of training changes: of the member, and of what all members train together."""
-
-    own: PyTree
-    opt_state: PyTree
-    model_state: PyTree
-    common: PyTree = None
-    common_state: PyTree = None
-
-
-def trained_of(state: TrainState) -> Trained:
-    """What a step changes, out of the state of one member."""
-    weights = weights_of(state)
-    common_state = None if state.together is None else state.together.value[0]
-    return Trained(weights.own, state.opt_state, state.model_state, weights.common, common_state)
-
-
-def with_trained(state: TrainState, new: Trained) -> TrainState:
-    """The state with what a step has changed."""
-    state = with_weights(state, new.own, new.common)
-    state = dataclasses.replace(state, opt_state=new.opt_state, model_state=new.model_state)
-    if state.together is not None:
-        shared = Shared((new.common_state, state.together.value[1]))
-        state = dataclasses.replace(state, together=shared)
-    return state
-
-
 def take_step(task: Task, now: Trained, state: TrainState, batch: PyTree, key: Any) -> tuple[Trained, tuple[Any, Any]]:
     """One step of one member. Returns what it changed, the loss before it and the auxiliary outputs."""
     where = task.rows_of_mesh
@@ -145,8 +127,10 @@ def take_step(task: Task, now: Trained, state: TrainState, batch: PyTree, key: A
     value, grads, model_state, aux, loss_of = gradient_of(task, now, state, batch, key)
     if where is not None:  # else XLA divides them as it likes, which JAX may not be able to tell
         aux = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding(where.mesh)), aux)
-    now = update_weights(task, now._replace(model_state=model_state), state, value, grads, loss_of)
-    return now, (value, aux)
+    new = update_weights(task, now._replace(model_state=model_state), state, value, grads, loss_of)
+    if task.joint:  # others see at once what a member that has stopped would give back at the end
+        new = choose_trained(state.status == Status.OK, new, now)
+    return new, (value, aux)
 
 
 def gradient_of(task: Task, now: Trained, state: TrainState, batch: PyTree, key: Any) -> tuple:
@@ -175,29 +159,17 @@ def update_weights(
     task: Task, now: Trained, state: TrainState, value: Any, grads: tuple[PyTree, PyTree], loss_of: Callable[..., Any]
 ) -> Trained:
     """The optimiser's part of a step, given the loss and its gradients by the member's and by the common weights."""
-    optimiser, (own_grads, common_grads) = task.optimiser, grads
-    value_of = lambda own: loss_of((own, now.common))[0]
-    if isinstance(optimiser, Together):
-        chosen = (state.status == Status.OK) & all_finite(common_grads)
-        mean, mean_grads = mean_of_members((value, common_grads), chosen)
-        common = update(optimiser.shared, mean_grads, now.common_state, now.common, mean, None, None)
-        now = now._replace(common=common[0], common_state=common[1])
-        optimiser = optimiser.optimiser
-    own, opt_state = update(optimiser, own_grads, now.opt_state, now.own, value, value_of, state.hyper)
+    own_grads = grads[0]
+    if isinstance(task.optimiser, JointOptimiser):
+        now, own_grads = task.optimiser.meet(state, now, value, grads, joint=task.joint)
+
+    def value_of(own: PyTree) -> Any:
+        if task.joint:
+            raise TypeError("A line search of one member cannot evaluate a `JointLoss`: use an optimiser without one.")
+        return loss_of((own, now.common))[0]
+
+    own, opt_state = update(alone(task.optimiser), own_grads, now.opt_state, now.own, value, value_of, state.hyper)
     return now._replace(own=own, opt_state=opt_state)
-
-
-def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether all floating-point arrays of a tree are finite."""
-    found = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))]
-    return jnp.all(jnp.asarray(found))
-
-
-def mean_of_members(tree: PyTree, chosen: Bool[Array, ""]) -> PyTree:
-    """The mean over the chosen members, the same for all; zeros if there is none."""
-    count = jax.lax.psum(chosen.astype(jnp.int32), MEMBERS)
-    mean = lambda x: jax.lax.psum(jnp.where(chosen, x, 0), MEMBERS) / jnp.maximum(count, 1).astype(x.real.dtype)
-    return jax.tree.map(mean, tree)
 
 
 def choose(chosen: Any, new: PyTree, old: PyTree) -> PyTree:
@@ -249,6 +221,7 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
     inputs = jax.tree.map(view, inputs, is_leaf=is_per_member)
     state = eqx.combine(moving, common, rest)
     words = jax.random.key_data(jax.random.fold_in(state.keys, tag("rows")))
+    words = of_all(words)[0] if task.joint else words  # one stream of rows for all
     key = jax.random.fold_in(state.keys, tag("loss"))
     blank = lambda shape: jnp.full(shape, jnp.nan, state.loss.dtype)
     steps = (task.part,) if task.per_step else ()
@@ -263,12 +236,13 @@ def train(moving: PyTree, common: PyTree, rest: PyTree, inputs: dict, clock: Clo
         moving, common, curves, done = carry
         before = eqx.combine(moving, common, rest)
         count, ends = clock.part(task, done)
-        rows = rows_of_part(task, words, before.step, inputs["rows"])
+        step = jax.lax.pmax(before.step, MEMBERS) if task.joint else before.step
+        rows = rows_of_part(task, words, step, inputs["rows"])
 
         def one_step(j: Any, carry: tuple) -> tuple:
             now, values, auxs = carry
             batch = jax.tree.map(lambda x: x.at[rows[j]].get(mode="promise_in_bounds"), inputs["data"])
-            own_key = jax.random.fold_in(key, before.step + j)
+            own_key = jax.random.fold_in(key, step + j)
             now, (value, aux) = take_step(task, now, before, batch, own_key)
             values = values.at[j].set(value.astype(values.dtype))
             return now, values, jax.tree.map(lambda xs, x: xs.at[j].set(x), auxs, aux)

@@ -1,6 +1,5 @@
 """An optax optimiser of one member, and that of the leaves which members train together."""
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,61 +12,6 @@ import optax
 from .._keys import tag
 from .._leaves import is_key, standard_promotion
 from .._pytree import PyTree
-
-
-@dataclasses.dataclass(frozen=True)
-class Together:
-    """An optimiser that also trains shared parameters, by the mean of the members' losses.
-
-    In place of an optimiser in [`eqx_ensemble.fit`][], [`eqx_ensemble.train.init`][] and
-    [`eqx_ensemble.train.make_step`][]. A step descends each member's own loss over its own parameters, and the mean
-    loss of all members over the floating-point arrays that they share, such as a trunk with a head for each member. A
-    penalty of shared parameters in the loss counts once.
-
-    Members are then NOT independent: what one of them sees changes the others. A member whose gradient is not finite
-    has no part in the mean. Best weights, `patience` and a target follow the mean of the validation scores, so that all
-    members stop together. All members run at once, whatever the plan.
-
-    **Arguments:**
-
-    - `optimiser`: the optimiser of each member's own parameters, or a function of its hyperparameters that returns
-        one.
-    - `shared`: the optax optimiser of the shared parameters. It cannot evaluate the loss, as line searches do.
-
-    **Raises:** where it is used, `ValueError` if the ensemble shares no floating-point array.
-
-    ```python
-    class Bounded(eqx.Module):
-        mlp: eqx.nn.MLP
-        lower: jax.Array
-
-        def __call__(self, x):
-            mean, log_var = self.mlp(x)
-            return mean, self.lower + jax.nn.softplus(log_var - self.lower)
-
-    def nll(model, batch, key):
-        mean, log_var = jax.vmap(model)(batch[0])
-        return jnp.mean((mean - batch[1]) ** 2 * jnp.exp(-log_var) + log_var) - 0.01 * model.lower
-
-    make = lambda key: Bounded(eqx.nn.MLP(3, 2, 8, 1, key=key), jnp.array(-5.0))
-    ensemble = ee.build(make, 4, shared=lambda model: model.lower, key=key)
-    optimiser = ee.train.Together(optax.adam(1e-3), shared=optax.adam(1e-2))
-    run = ee.fit(ensemble, nll, optimiser, (jnp.ones((64, 3)), jnp.ones(64)), epochs=2, key=key)
-    run.ensemble.stacked.lower.shape  # ()
-    ```
-
-    ??? cite
-
-        Chua, Calandra, McAllister and Levine, "Deep Reinforcement Learning in a Handful of Trials using Probabilistic
-        Dynamics Models" (NeurIPS 2018), whose bounds of log-variances are trained in this way.
-    """
-
-    optimiser: optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation]
-    shared: optax.GradientTransformation = dataclasses.field(kw_only=True)
-
-
-Optimiser = optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation] | Together
-"""An optax optimiser, a function that makes one from a member's hyperparameters, or both for two kinds of leaves."""
 
 
 def is_function(optimiser: Any) -> bool:

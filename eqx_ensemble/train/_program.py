@@ -25,9 +25,10 @@ from .._marks import Each, Shared
 from .._pytree import PyTree
 from .._warnings import warn
 from ..distributed import to_host
-from ._member import MEMBERS, Task, call, gradient_of, trained_of, update_weights
-from ._optimiser import Optimiser, Together, first_state
-from ._state import Status, Trainable, TrainState, allow_nan, trained_leaves, weights_of
+from ._meeting import MEMBERS, Optimiser, Together, alone
+from ._member import Task, call, gradient_of, update_weights
+from ._optimiser import first_state
+from ._state import Status, Trainable, TrainState, allow_nan, trained_leaves, trained_of, weights_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +96,7 @@ def first_training_state(parts: tuple, optimiser: Optimiser, trained: tuple[bool
         full(0, jnp.int32), trained=trained,
     )  # fmt: skip
     own, common, _ = weights_of(state)
-    alone = optimiser.optimiser if isinstance(optimiser, Together) else optimiser
-    opt_state = eqx.filter_vmap(lambda *args: first_state(alone, *args))(own, hyper, keys)
+    opt_state = eqx.filter_vmap(lambda *args: first_state(alone(optimiser), *args))(own, hyper, keys)
     state = eqx.tree_at(lambda state: state.opt_state, state, opt_state, is_leaf=lambda x: x is None)
     if isinstance(optimiser, Together):
         shared = Shared((first_state(optimiser.shared, common, None, None), None))
@@ -129,9 +129,9 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
     """
     __tracebackhide__ = True
     own, rest = split_own(state)
-    one = eqx.combine(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own), rest)
-    key = jax.eval_shape(own_key)
-    aux = None
+    of_one = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
+    one, key, aux = eqx.combine(of_one(own), rest), jax.eval_shape(own_key), None
+    size = {"num_members": state.num_members}
 
     def gradient(state: TrainState, batch: PyTree, key: Any) -> Any:
         nonlocal aux
@@ -141,7 +141,9 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
         aux = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), aux)
         return value, grads, model_state
 
-    program, (value, grads, _), constants = eqx.filter_make_jaxpr(gradient)(one, batch, key)
+    program, (value, grads, _), constants = eqx.filter_make_jaxpr(among(task, gradient, **size))(one, batch, key)
+    if task.meets:
+        value, grads = of_one((value, grads))
     digests = {"loss": program_text(program, (constants, shapes_text(aux)))}
     update, *_ = eqx.filter_make_jaxpr(optimiser_step)(task, one, value, grads)
     check_constants(update, state)
@@ -151,7 +153,7 @@ def trace_task(task: Task, state: TrainState, batch: PyTree, validation: PyTree)
         model = lambda state: eqx.nn.inference_mode(state.ensemble.stacked)
         own: Any = task.score
         score = lambda state, data, key: call(own, model(state), state.model_state, data, key, state.hyper)
-        scoring, _, constants = eqx.filter_make_jaxpr(score)(one, validation, key)
+        scoring, _, constants = eqx.filter_make_jaxpr(among(task, score, **size))(one, validation, key)
         digests["score"] = program_text(scoring, constants)
         calls_python |= has_primitive(scoring, "callback")
     found = jax.default_backend() == "cpu" and has_primitive(program, "conv_general_dilated")
@@ -182,9 +184,13 @@ def optimiser_step(task: Task, state: TrainState, value: Any, grads: PyTree) -> 
         None,
     )
     step = lambda now, state, value, grads: update_weights(task, now, state, value, grads, some_loss)
-    if isinstance(task.optimiser, Together):  # whose means need the axis of the members
-        step = eqx.filter_vmap(step, in_axes=None, axis_name=MEMBERS, axis_size=1)
-    return step(trained_of(state), state, value, grads)
+    return among(task, step, num_members=1)(trained_of(state), state, value, grads)
+
+
+def among(task: Task, fn: Callable[..., Any], *, num_members: int) -> Callable[..., Any]:
+    """A function of one member as that of equal ones, if they meet, which needs their axis."""
+    mapped = eqx.filter_vmap(fn, in_axes=None, axis_name=MEMBERS, axis_size=num_members)
+    return mapped if task.meets else fn
 
 
 def check_constants(program: Any, state: TrainState) -> None:

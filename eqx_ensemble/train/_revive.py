@@ -14,7 +14,8 @@ from .._build import build
 from .._keys import tag
 from .._pytree import PyTree
 from ..distributed import to_host
-from ._optimiser import Optimiser, is_noise
+from ._meeting import Optimiser
+from ._optimiser import is_noise
 from ._program import init
 from ._state import Status, TrainState
 

@@ -312,12 +312,13 @@ def healthy_weights(run: Run[Any], weights: Any) -> np.ndarray | None:
     return np.where(healthy, np.ones(len(healthy)) if weights is None else np.asarray(weights), 0)
 
 
-def warn_of_diverged(run: Run[Any], before: np.ndarray) -> None:
+def warn_of_diverged(run: Run[Any], before: np.ndarray, *, joint: bool = False) -> None:
     """Warns of the members that diverged in this call."""
     lost = (run.status == Status.DIVERGED) & ~before
     if lost.all():
         causes = "Do the data hold NaN, or labels out of range? Is the learning rate too high?"
-        warn(f"`fit`: all members diverged. {causes}")
+        more = " One member's outputs that are not finite end a `JointLoss` of all: clip gradients." if joint else ""
+        warn(f"`fit`: all members diverged. {causes}{more}")
     elif lost.any():
         at = ", ".join(map(str, run.stopped_at[lost][:8]))
         warn(

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import enum
 from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -7,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int8, Key
+from jaxtyping import Array, Bool, Float, Int, Int8, Key
 
 from .._brief import known_values
 from .._ensemble import Ensemble, M, split_own, take
@@ -243,6 +244,39 @@ def with_weights(state: TrainState, own: PyTree, common: PyTree) -> TrainState:
     """The state with new trained weights."""
     model = eqx.combine(own, common, weights_of(state).fixed)
     return eqx.tree_at(lambda state: state.ensemble.stacked, state, model)
+
+
+class Trained(NamedTuple):
+    """What a step of training changes: of the member, and of what all members train together."""
+
+    own: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    common: PyTree = None
+    common_state: PyTree = None
+
+
+def trained_of(state: TrainState) -> Trained:
+    """What a step changes, out of the state of one member."""
+    weights = weights_of(state)
+    common_state = None if state.together is None else state.together.value[0]
+    return Trained(weights.own, state.opt_state, state.model_state, weights.common, common_state)
+
+
+def with_trained(state: TrainState, new: Trained) -> TrainState:
+    """The state with what a step has changed."""
+    state = with_weights(state, new.own, new.common)
+    state = dataclasses.replace(state, opt_state=new.opt_state, model_state=new.model_state)
+    if state.together is not None:
+        shared = Shared((new.common_state, state.together.value[1]))
+        state = dataclasses.replace(state, together=shared)
+    return state
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether all floating-point arrays of a tree are finite."""
+    found = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))]
+    return jnp.all(jnp.asarray(found))
 
 
 def with_best(state: TrainState, mode: str) -> TrainState:

@@ -18,10 +18,10 @@ from .._map import is_per_member, view
 from .._mesh import rows_of_mesh
 from .._pytree import PyTree
 from ..plan import AnyPlan, Blocks, Vmap, as_plan
-from ._blocks import axes_of_inputs
-from ._member import MEMBERS, Task, Trained, all_finite, choose_trained, flags_of, take_step, trained_of, with_trained
-from ._optimiser import Optimiser
-from ._state import Status, TrainState, allow_nan, pieces_of
+from ._blocks import axes_of_batch
+from ._meeting import MEMBERS, Optimiser
+from ._member import Task, choose_trained, flags_of, take_step
+from ._state import Status, Trained, TrainState, all_finite, allow_nan, pieces_of, trained_of, with_trained
 
 T = TypeVar("T")
 
@@ -94,15 +94,12 @@ def guarded_step(task: Task, state: TrainState, batch: PyTree, plan: AnyPlan) ->
         after, metrics = keep_if_finite(before, new, value, aux)
         return eqx.filter(after, flags_of(moving)), eqx.filter(after, flags_of(common)), metrics
 
-    own = eqx.if_array(0)
-    if isinstance(plan, Blocks) and state.together is None:
-        axes = axes_of_inputs(batch)
+    own, axes = eqx.if_array(0), axes_of_batch(task, batch)
+    if isinstance(plan, Blocks) and not task.meets:
         marked, unmarked = eqx.partition(batch, jax.tree.map(lambda a: a == 0, axes, is_leaf=lambda x: x is None))
         moving, _, metrics = plan.run(lambda part: one(part[0], eqx.combine(part[1], unmarked)), (moving, marked))
     else:
-        mapped = eqx.filter_vmap(
-            one, in_axes=(own, axes_of_inputs(batch)), out_axes=(own, None, own), axis_name=MEMBERS
-        )
+        mapped = eqx.filter_vmap(one, in_axes=(own, axes), out_axes=(own, None, own), axis_name=MEMBERS)
         moving, common, metrics = mapped(moving, batch)
     return eqx.combine(moving, common, rest), metrics
 

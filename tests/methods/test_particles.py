@@ -96,8 +96,8 @@ def test_no_array_of_all_pairs_and_weights():
 def test_bad_particles(unhooked):
     with pytest.raises(ValueError, match="particles.svgd` needs `scores` for the rows of `points`"):
         particles.svgd(POINTS, SCORES[:, :3])
-    with pytest.raises(ValueError, match="`method` to be one of 'svgd', 'wgd'"):
-        particles.make_step(loss, SGD, num_rows=5, method="stein")
+    with pytest.raises(TypeError, match="must be an optax optimiser"):  # of one member
+        ee.train.init(ee.build(make, 4, key=KEY), particles.Interacting(MEETING, num_rows=5), key=KEY)
 
 
 # Steps in which members meet
@@ -120,7 +120,8 @@ def loss(model, batch, key):
     return jnp.mean((jax.vmap(model)(x) - y + noise) ** 2) + prior
 
 
-STEP, PLAIN = particles.make_step(loss, SGD, num_rows=20), ee.train.make_step(loss, SGD)
+MEETING = particles.Interacting(SGD, num_rows=20)
+STEP, PLAIN = ee.train.make_step(loss, MEETING), ee.train.make_step(loss, SGD)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,8 @@ def steps(ensemble, step=STEP, *, count=2, optimiser=SGD, batch=(X, Y), key=KEY,
 @EACH
 def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     """Gradients of each member alone, directions of all, an update of each: as a user would write it."""
-    step = particles.make_step(loss, SGD, num_rows=20, method=method)
+    meeting = particles.Interacting(SGD, num_rows=20, directions=METHODS[method])
+    step = ee.train.make_step(loss, meeting, plan=ee.plan.Blocks(2))
     state, metrics = steps(ensemble, step, count=1)
     keys = [jax.random.fold_in(jax.random.fold_in(key, zlib.crc32(b"loss")), 0) for key in KEYS]
     both = eqx.filter_value_and_grad(loss)
@@ -153,6 +155,8 @@ def test_a_step_is_that_of_the_raveled_weights(ensemble, method):
     assert np.abs(after - points - 0.1 * METHODS[method](points, -gradients)).max() > 1e-3, "no number of rows"
     one = ee.build(make, 1, key=KEY)
     assert_close(steps(one, step)[0].ensemble.stacked, steps(one, PLAIN)[0].ensemble.stacked, 1e-5)
+    run = ee.fit(ensemble, loss, meeting, (X, Y), steps=1, shuffle=False, key=KEY)
+    np.testing.assert_allclose(flat(run.ensemble.unstack()), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -186,11 +190,32 @@ def test_members_that_diverge_are_as_if_left_out(ensemble):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(again.params))
 
 
+def test_a_fit_is_a_loop_of_steps(tmp_path):
+    """With copies that fill a mesh; a member that has stopped is as if left out; and a run that goes on."""
+    batches = [(X[:10], Y[:10]), (X[10:], Y[10:])] * 2
+    members = ee.build(make, 5, key=KEY)
+    stop, kept = ee.train.Stopping(steps=[99, 99, 2, 99, 99]), np.array([0, 1, 3, 4])
+    fit = lambda epochs, **options: ee.fit(
+        members, loss, MEETING, (X, Y), batch_size=10, epochs=epochs, shuffle=False, stop=stop, key=KEY, **options
+    )
+    state = ee.train.init(members, MEETING, key=KEY)
+    for i, batch in enumerate(batches):
+        state, _ = STEP(state.stop([2]) if i == 2 else state, batch)
+    run = fit(2)
+    assert_close(run.ensemble.stacked, state.ensemble.stacked, 1e-5)
+    assert_close(fit(2, mesh=ee.make_mesh(4)).ensemble.stacked, run.ensemble.stacked, 1e-5)
+    fit(1, checkpoint=tmp_path / "run.eqx")
+    assert_same(fit(2, checkpoint=tmp_path / "run.eqx").train_state, run.train_state)
+    alone = run.train_state[kept]
+    two, _ = STEP(run.train_state, batches[0])
+    assert_close(two.ensemble[kept].stacked, STEP(alone, batches[0])[0].ensemble.stacked, 1e-5)
+
+
 @pytest.mark.slow
 def test_states():
     case = CASES["conv and batch norm"]
     ensemble, before = ee.build(case.make, 3, key=KEY)
-    after, _ = steps(ensemble, particles.make_step(case.loss, SGD, num_rows=20), state=before)
+    after, _ = steps(ensemble, ee.train.make_step(case.loss, MEETING), state=before)
     plain, _ = steps(ensemble, ee.train.make_step(case.loss, SGD), state=before)
     assert_close(after.model_state, plain.model_state, 0.2)
 
@@ -201,7 +226,8 @@ def test_each_member_has_its_own_optimiser_and_loss():
     hyper = {"lr": jnp.array([0.1, 0.2, 0.0]), "c": jnp.array([1.0, 2.0, 1.0])}
     own = lambda model, batch, key, hyper: (hyper["c"] * loss(model, batch, key), hyper["c"])
     by_hyper = lambda hyper: optax.sgd(hyper["lr"])
-    step = particles.make_step(own, by_hyper, num_rows=20, has_aux=True)
-    state, metrics = steps(ensemble, step, count=3, optimiser=by_hyper, hyper=hyper)
+    meeting = particles.Interacting(by_hyper, num_rows=20)
+    step = ee.train.make_step(own, meeting, has_aux=True)
+    state, metrics = steps(ensemble, step, count=3, optimiser=meeting, hyper=hyper)
     np.testing.assert_array_equal(metrics.aux, hyper["c"])
     assert_same(state.ensemble[2], ensemble[2])
