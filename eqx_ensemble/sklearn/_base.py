@@ -2,13 +2,12 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import ArrayLike
 
 from .. import combine, sweep
 from .._build import build
@@ -16,21 +15,19 @@ from .._caller import caller
 from .._check import check_word, missing_extra_message
 from .._ensemble import Ensemble
 from .._keys import own_key
-from .._marks import Each
 from .._predict import predict
 from .._progress import shown_line
 from .._warnings import warn
-from ..resample import Folds, bootstrap, from_splits, held_out_mean, out_of_bag
+from ..resample import Folds, bootstrap, held_out_mean, out_of_bag
 from ..train import DivergedError, Status, Stopping, TrainState, Validation, every
 from ..train._fit import fit
-from ..train._run import best_of
+from ..train._run import Run, best_of
 from ._member import (
     ACTIVATIONS,
     NUM_BLOCKS,
     AbstractHead,
     Member,
     Network,
-    Scaler,
     TableNetwork,
     average,
     loss,
@@ -41,31 +38,29 @@ from ._member import (
 
 try:
     from sklearn.base import BaseEstimator
-    from sklearn.compose import ColumnTransformer
-    from sklearn.impute import SimpleImputer
-    from sklearn.model_selection import KFold, StratifiedKFold, train_test_split
-    from sklearn.preprocessing import OneHotEncoder, StandardScaler
+    from sklearn.preprocessing import StandardScaler
     from sklearn.utils import check_random_state
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, check_X_y, validate_data
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted
+
+    from ._rows import (
+        LARGE,
+        RowSplit,
+        columns_of,
+        device_scaler,
+        encoder_of,
+        fit_scaler,
+        held_out_rows,
+        hold_out,
+        make_folds,
+        scale,
+        take_rows,
+        take_table,
+    )
 except ImportError as error:  # or older than 1.6
     raise ImportError(missing_extra_message("sklearn", "scikit-learn", "sklearn")) from error
 
 
-class RowSplit(NamedTuple):
-    """The rows to train and select members, their folds, and the rows to calibrate; `None` for none.
-
-    The weights of all rows have mean one in training.
-    """
-
-    rows: np.ndarray
-    folds: Folds | None
-    calibration: np.ndarray | None
-    weights: np.ndarray
-    seed: int
-
-
-_LARGE, _MEMBERS, _WIDTHS = 2000, (8, 32), (64, 128)  # draws and widths for fewer rows, and for more
-_FOLDS, _FRACTION = 5, 0.15  # of fewer rows folds, of more a part, by which members are stopped and selected
+_MEMBERS, _WIDTHS = (8, 32), (64, 128)  # draws and widths for few rows, and for many
 _STEPS, _EPOCHS = 3000, (8, 200)  # about so many steps, within so many epochs
 _RANGES = {"learning_rate": sweep.LogUniform(3e-4, 5e-3), "weight_decay": sweep.LogUniform(1e-4, 1e-1)}
 _SHAPES = {
@@ -74,7 +69,6 @@ _SHAPES = {
     "dropout": sweep.Uniform(0.0, 0.3),
     "has_dropout": sweep.Choice([0.0, 1.0]),
 }
-_CATEGORIES = 64  # of a column; rarer ones are one
 _LOOKS = 20  # of a run, at most, at the ensemble so far
 
 
@@ -126,19 +120,9 @@ class AbstractEstimator(BaseEstimator):
         tags.input_tags.allow_nan = tags.input_tags.categorical = True
         return tags
 
-    def _take_rows(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
-        """The table and the targets to train by."""
-        if not hasattr(X, "iloc"):
-            x: Any
-            x, y = validate_data(self, X, y, dtype=np.float64, ensure_all_finite="allow-nan", **options)
-            return x, y
-        validate_data(self, X, skip_check_array=True)
-        _, y = check_X_y(np.zeros((len(X), 1)), y, **options)
-        return X, y
-
     def _encode(self, table: Any) -> np.ndarray:
-        """Numbers first, missing ones replaced by medians and marked, then a column for each category."""
-        return np.asarray(self.encoder_.transform(table), np.float64)
+        """Numbers first, missing ones replaced by medians and marked, then a column for each category; scaled."""
+        return scale(self.input_scaler_, np.asarray(self.encoder_.transform(table), np.float64))
 
     def _split(self, table: Any, sample_weight: Any, *, strata: np.ndarray | None = None) -> RowSplit:
         """Chooses the rows, and fits the encoder and the scaler of features to those to train by.
@@ -156,45 +140,27 @@ class AbstractEstimator(BaseEstimator):
         folds = calibration = None
         if self.early_stopping:
             if (count := int(self.calibration_fraction * len(rows))) >= self._least_calibration:
-                rows, calibration = _hold_out(rows, count, strata, seed)
-            folds = self._make_folds(None if strata is None else strata[rows], len(rows), seed)
+                rows, calibration = hold_out(rows, count, strata, seed)
+            folds = make_folds(len(rows), self.validation_fraction, None if strata is None else strata[rows], seed)
         weights = weights / weights.max()  # the mean of large weights may overflow
         weights = weights / weights[rows].mean()
-        self.encoder_ = _encoder(table).fit(take_rows(table, rows))
-        self.input_scaler_ = self._fit_scaler(self._encode(take_rows(table, rows)), weights[rows])
+        known = take_rows(table, rows)
+        self.encoder_ = encoder_of(table).fit(known)
+        encoded = np.asarray(self.encoder_.transform(known), np.float64)
+        self.input_scaler_ = fit_scaler(encoded, weights[rows], standardise=self.standardise)
         return RowSplit(rows, folds, calibration, weights, seed)
-
-    def _make_folds(self, strata: np.ndarray | None, num_rows: int, seed: int) -> Folds:
-        """One split into rows to train and rows to stop and select by, or the folds of a cross-validation."""
-        if num_rows >= _LARGE or self.validation_fraction is not None:
-            fraction = _FRACTION if self.validation_fraction is None else self.validation_fraction
-            splits = [_hold_out(np.arange(num_rows), int(np.ceil(fraction * num_rows)), strata, seed)]
-        else:
-            kind = KFold if strata is None or np.bincount(strata).min() < _FOLDS else StratifiedKFold
-            splits = kind(_FOLDS, shuffle=True, random_state=seed).split(np.zeros(num_rows), strata)
-        return from_splits(splits, num_rows, uneven="trim")
-
-    def _fit_scaler(self, values: np.ndarray, weights: np.ndarray) -> StandardScaler:
-        """Means and standard deviations of the columns, in 64 bits; 0 and 1 without `standardise`."""
-        scaler: Any = StandardScaler().fit(_columns(values), sample_weight=weights)
-        if not self.standardise:
-            scaler.mean_, scaler.scale_ = np.zeros_like(scaler.mean_), np.ones_like(scaler.scale_)
-        return scaler
 
     def _train(self, table: Any, y: np.ndarray, split: RowSplit, head: AbstractHead) -> None:
         """Trains and selects the members, for targets that are standardised, or indices of classes."""
         key, rows, folds = own_key(split.seed), split.rows, split.folds
-        x = scale(self.input_scaler_, self._encode(take_rows(table, rows)))
+        x = self._encode(take_rows(table, rows))
         data = x, (y[rows], split.weights[rows].astype(x.dtype))
-        is_large, num_folds = len(rows) >= _LARGE, 1 if folds is None else len(folds.train)
+        is_large, num_folds = len(rows) >= LARGE, 1 if folds is None else len(folds.train)
         draws = _MEMBERS[is_large] if self.num_members is None else self.num_members
         num_members = draws * num_folds  # that of draw i in fold j is the member i * num_folds + j
         trained = np.arange(len(rows))[None] if folds is None else np.asarray(folds.train)
         num_rows = trained.shape[1]
-        wanted = 2 ** int(np.clip(np.log2(num_rows / 128), 5, 10)) if self.batch_size is None else self.batch_size
-        batch_size = min(wanted, num_rows)
-        steps = -(-num_rows // batch_size)
-        epochs = int(np.clip(_STEPS // steps, *_EPOCHS)) if self.max_iter is None else self.max_iter
+        batch_size, steps, epochs = self._sizes(num_rows)
         of_draws = lambda values: jax.tree.map(lambda x: jnp.repeat(x, num_folds), values)
         make, shapes = self._make_network(_WIDTHS[is_large], draws, key)
         scaler = device_scaler(self.input_scaler_, x.shape[1:])
@@ -212,7 +178,7 @@ class AbstractEstimator(BaseEstimator):
         num_initial = 1 if is_large else max(draws // 4, 1)
         if folds is not None:
             select = _selection(data, folds, head, num_initial)
-            validation = Validation(_held_out(data, folds, draws), score=score, mode="min", min_delta=self.tol)
+            validation = Validation(held_out_rows(data, folds, draws), score=score, mode="min", min_delta=self.tol)
             look = every(max(epochs // _LOOKS, 1), partial(_show_ensemble, select), at_end=False)
             callbacks = look if self.verbose else None
         run = fit(
@@ -240,16 +206,27 @@ class AbstractEstimator(BaseEstimator):
         members = np.flatnonzero(weights)
         self.weights_, self.ensemble_ = weights[members] / weights.sum(), run.ensemble[members]
         self.draws_ = members // num_folds
-        drawn = of_draws({**(hyper or {}), **shapes})
-        self.hyper_ = {name: np.asarray(values)[members] for name, values in drawn.items()}
+        drawn = {**(hyper or {}), **shapes}
+        self.hyper_ = {name: np.asarray(values)[self.draws_] for name, values in drawn.items()}
         self.rows_ = rows[own_rows[members]] if self.bootstrap else None
+        self._keep_curves(run, healthy, steps)
+
+    def _sizes(self, num_rows: int) -> tuple[int, int, int]:
+        """The rows of a batch, the steps of an epoch, and the most epochs."""
+        wanted = 2 ** int(np.clip(np.log2(num_rows / 128), 5, 10)) if self.batch_size is None else self.batch_size
+        batch_size = min(wanted, num_rows)
+        steps = -(-num_rows // batch_size)
+        return batch_size, steps, int(np.clip(_STEPS // steps, *_EPOCHS)) if self.max_iter is None else self.max_iter
+
+    def _keep_curves(self, run: Run[Any], healthy: np.ndarray, steps: int) -> None:
+        """The mean curves of the members that did not diverge, by epoch of so many steps."""
         self.n_iter_ = int(-(-np.max(run.train_state.step) // steps))
         # A long epoch has several losses.
         losses = run.history.loss[healthy].reshape(healthy.sum(), -(-run.history.step[-1] // steps), -1).mean(axis=2)
         curve = lambda values: np.nanmean(values[:, : self.n_iter_], axis=0)
         self.loss_curve_ = curve(losses)
-        held_out_loss = run.history.validation
-        self.validation_loss_curve_ = None if held_out_loss is None else curve(held_out_loss[healthy])
+        held_out = run.history.validation
+        self.validation_loss_curve_ = None if held_out is None else curve(held_out[healthy])
 
     def _make_network(self, width: int, num_members: int, key: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The constructor of a network, and what it takes for each member `(members,)`."""
@@ -275,10 +252,7 @@ class AbstractEstimator(BaseEstimator):
     def _predict(self, X: Any, combine: Callable[..., Any] | None = None) -> Any:
         """The combination of the members' predictions of standardised targets, or of logits."""
         check_is_fitted(self)
-        is_frame = hasattr(X, "iloc")
-        how: Any = {"skip_check_array": True} if is_frame else {"dtype": np.float64, "ensure_all_finite": "allow-nan"}
-        table = validate_data(self, X, reset=False, **how)
-        x = scale(self.input_scaler_, self._encode(table))
+        x = self._encode(take_table(self, X, reset=False)[0])
         weights = None if combine is None else self.weights_
         options: dict[str, Any] = {"combine": combine, "weights": weights, "mesh": self.mesh, "progress": False}
         return predict(self.ensemble_, x, fn=predict_standardised, **options)
@@ -289,7 +263,7 @@ class AbstractEstimator(BaseEstimator):
         found = np.array(held_out_mean(predictions, unseen, weights=self.weights_).mean)
         trained = split.rows if split.folds is None else split.rows[np.asarray(split.folds.in_train).any(axis=0)]
         found[np.setdiff1d(np.arange(len(found)), trained)] = np.nan
-        known = ~np.isnan(_columns(found)).any(axis=1)
+        known = ~np.isnan(columns_of(found)).any(axis=1)
         if not known.any():
             warn("No row is out of bag for any member: `oob_score_` is NaN. Use more members or rows.")
         return found, known
@@ -307,15 +281,6 @@ def _optimiser_of_hyper(
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=hyper["weight_decay"]))
 
     return adamw
-
-
-def _held_out(data: Any, folds: Folds, draws: int) -> Any:
-    """The rows by which each member is stopped; the weights of rows that fill up a short fold are zero."""
-    if len(folds.test) == 1:
-        return jax.tree.map(lambda x: x[folds.test[0]], data)
-    x, (y, weights) = jax.tree.map(lambda x: jnp.asarray(x)[folds.test], data)
-    of_folds = x, (y, weights * folds.valid.astype(weights.dtype))
-    return Each(jax.tree.map(lambda x: jnp.tile(x, (draws, *[1] * (x.ndim - 1))), of_folds))
 
 
 def _selection(data: Any, folds: Folds, head: AbstractHead, num_initial: int) -> Callable[..., Any]:
@@ -343,55 +308,3 @@ def _show_ensemble(select: Callable[..., Any], state: TrainState) -> None:
     if (line := shown_line()) is not None:
         found, _ = select(best_of(state)[0], np.ones(state.num_members, bool))
         line.note = f", ensemble {np.nanmin(found.scores):.4g}"
-
-
-def take_rows(table: Any, rows: np.ndarray) -> Any:
-    """Some rows of a data frame or an array."""
-    return table.iloc[rows] if hasattr(table, "iloc") else table[rows]
-
-
-def _hold_out(rows: np.ndarray, count: int, strata: np.ndarray | None, seed: int) -> tuple[Any, Any]:
-    """The rows without so many that are held out, and these; of classes as many as there are, if each has enough."""
-    if strata is not None:
-        strata, sizes = strata[rows], np.unique(strata[rows], return_counts=True)[1]
-        strata = strata if sizes.min() > 1 and len(sizes) <= min(count, len(rows) - count) else None
-    kept, held_out = train_test_split(rows, test_size=count, random_state=seed, stratify=strata)
-    return kept, held_out
-
-
-def _encoder(table: Any) -> ColumnTransformer:
-    """Numbers with medians for missing ones and a mark for each column that misses some; a column per category."""
-    numbers: Any = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-    if not hasattr(table, "iloc"):
-        return ColumnTransformer([("numbers", numbers, list(range(table.shape[1])))])
-    kinds = {name: table[name].dtype.kind for name in table.columns}
-    if times := [name for name, kind in kinds.items() if kind in "mM"]:
-        raise TypeError(
-            f"`{caller()}` takes columns of numbers and of categories; {times} hold times.\n"
-            "Make numbers of them, such as `X['date'].dt.dayofyear`."
-        )
-    names = [name for name, kind in kinds.items() if kind in "biuf"]
-    others = [name for name in kinds if name not in names]
-    categories = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
-    return ColumnTransformer([("numbers", numbers, names), ("categories", categories, others)])
-
-
-def scale(scaler: StandardScaler, values: np.ndarray) -> np.ndarray:
-    """Standardises in 64 bits, then casts to the dtype of the members."""
-    scaled = np.asarray(scaler.transform(_columns(values))).reshape(values.shape)
-    return scaled.astype(jax.dtypes.canonicalize_dtype(float))
-
-
-def unscale(scaler: StandardScaler, values: ArrayLike) -> np.ndarray:
-    """The inverse of `scale`, in 64 bits: the dtype of the members may lack the precision for a large offset."""
-    exact = np.asarray(values, np.float64)
-    return np.asarray(scaler.inverse_transform(_columns(exact))).reshape(exact.shape)
-
-
-def device_scaler(scaler: Any, shape: tuple[int, ...]) -> Scaler:
-    """The same standardisation as a Module, for members that are called directly."""
-    return Scaler(jnp.asarray(scaler.mean_.reshape(shape), float), jnp.asarray(scaler.scale_.reshape(shape), float))
-
-
-def _columns(values: np.ndarray) -> np.ndarray:
-    return values.reshape(len(values), -1)

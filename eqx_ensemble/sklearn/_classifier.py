@@ -1,4 +1,4 @@
-from ._base import AbstractEstimator, take_rows  # the first: it says what to install
+from ._base import AbstractEstimator  # the first: it says what to install
 
 # isort: split
 import dataclasses
@@ -16,6 +16,7 @@ from .. import calibrate, combine
 from .._caller import caller
 from .._warnings import warn
 from ._member import Classes
+from ._rows import take_rows, take_table
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -71,7 +72,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
 
         **Raises:** as [`eqx_ensemble.sklearn.EnsembleRegressor.fit`][].
         """
-        table, y = self._take_rows(X, y)
+        table, y = take_table(self, X, y)
         check_classification_targets(y)
         self.classes_, indices = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:

@@ -1,11 +1,4 @@
-from ._base import (  # the first: it says what to install
-    AbstractEstimator,
-    RowSplit,
-    device_scaler,
-    scale,
-    take_rows,
-    unscale,
-)
+from ._base import AbstractEstimator  # the first: it says what to install
 
 # isort: split
 import dataclasses
@@ -21,6 +14,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from .. import combine, conformal, uncertainty
 from .._check import check_word
 from ._member import GaussianHead, PointHead
+from ._rows import RowSplit, device_scaler, fit_scaler, scale, take_rows, take_table, unscale
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -145,12 +139,12 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         [`eqx_ensemble.train.DivergedError`][] if all members diverged.
         """
         check_word(self.head, "head", ("gaussian", "point"))
-        table, y = self._take_rows(X, y, multi_output=True, y_numeric=True)
+        table, y = take_table(self, X, y, multi_output=True, y_numeric=True)
         y = np.asarray(y, np.float64)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         split = self._split(table, sample_weight)
-        self.target_scaler_ = self._fit_scaler(y[split.rows], split.weights[split.rows])
+        self.target_scaler_ = fit_scaler(y[split.rows], split.weights[split.rows], standardise=self.standardise)
         kind = {"gaussian": GaussianHead, "point": PointHead}[self.head]
         head = kind(device_scaler(self.target_scaler_, y.shape[1:]))
         self._train(table, scale(self.target_scaler_, y), split, head)
