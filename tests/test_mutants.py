@@ -140,11 +140,12 @@ MUTANTS = [
         "methods/test_trajectory.py",
     ),
     Mutant("sklearn/_base.py", "rows: Any = np.flatnonzero(weights)", "rows: Any = np.arange(len(weights))", "sklearn"),
+    Mutant("sklearn/_member.py", "jnp.arange(NUM_BLOCKS) < depth", "jnp.arange(NUM_BLOCKS) <= depth", "sklearn"),
 ]
 
 
 def test_faults_can_be_put_in():
-    assert len(set(MUTANTS)) == len(MUTANTS) == 40
+    assert len(set(MUTANTS)) == len(MUTANTS) == 41
     for mutant in MUTANTS:
         source = (ROOT / "eqx_ensemble" / mutant.path).read_text()
         assert source.count(mutant.old) == 1, mutant
