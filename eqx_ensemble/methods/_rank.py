@@ -16,12 +16,11 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
     training, but not the variation $u$ of folds. With $F$ folds of $S$ seeds, a variance $s_m^2$ of the means of folds
     and a variance $s_e^2$ within folds, the mean difference has
 
-    $$\mathrm{error}^2 = s_m^2 \left( \frac{1}{F} + \frac{n_2}{n_1} \, p \right), \qquad
-    p = P \left( F_{F - 1, F(S - 1)} \le \frac{S s_m^2}{s_e^2} \right)$$
+    $$\mathrm{error}^2 = \frac{s_m^2}{F} + \frac{n_2}{n_1} \max \left( s_m^2 - \frac{s_e^2}{S}, 0 \right)$$
 
-    with $n_2$ test and $n_1$ training rows. Folds share rows, so that their $u$ are correlated: hence the second term,
-    that of Nadeau and Bengio, as far as an $F$ test says that folds vary by more than seeds explain; with one seed, in
-    full. The probability is that of Student's $t$ with $F - 1$ degrees of freedom: a correlated Bayesian t-test.
+    with $n_2$ test and $n_1$ training rows. The second term, that of Nadeau and Bengio, is there because folds share
+    rows, so that their $u$ are correlated; with one seed, $s_e$ is taken to be 0. The probability is that of Student's
+    $t$ with $F - 1$ degrees of freedom: a correlated Bayesian t-test.
 
     **Arguments:**
 
@@ -77,28 +76,27 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
 @np.errstate(divide="ignore", invalid="ignore")
 def _paired(own: np.ndarray, other: np.ndarray, ratio: float, sign: int) -> dict[str, float]:
     """What two methods' scores `(folds, seeds)` say; NaNs are left out, and what cannot be known is NaN."""
-    from scipy.special import fdtr, stdtr  # JAX depends on it, too
+    from scipy.special import stdtr  # JAX depends on it, too
 
     gaps = own - other
     gaps = gaps[~np.isnan(gaps).all(axis=1)]
     counts = np.sum(~np.isnan(gaps), axis=1)
     folds, most = np.float64(len(gaps)), counts.max(initial=0)
+    seeds = folds / np.sum(1 / counts)  # the harmonic mean, as in an analysis of unweighted means
+    means = np.nansum(gaps, axis=1) / counts
+    mean = np.sum(means) / folds
+    total = np.sum((means - mean) ** 2) / (folds - 1)
+    within = np.nansum((gaps - means[:, None]) ** 2) / (counts.sum() - folds)
+    between = np.maximum(total - np.nan_to_num(within) / seeds, 0)
 
     def judge(total: Any, seeds: Any) -> tuple[Any, Any]:
         """The error and the probability, if means of folds, each of so many seeds, vary by `total`."""
         if folds == 1:
             error, freedom = np.sqrt(within / seeds), seeds - 1
         else:
-            share = np.nan_to_num(fdtr(folds - 1, folds * (seeds - 1), seeds * total / within), nan=1.0)
-            error, freedom = np.sqrt(total * (1 / folds + ratio * share)), folds - 1
+            error, freedom = np.sqrt(total / folds + ratio * between), folds - 1
         return error, np.where(mean == 0, 0.5, stdtr(freedom, sign * mean / error))
 
-    means = np.nansum(gaps, axis=1) / counts
-    mean = np.sum(means) / folds
-    total = np.sum((means - mean) ** 2) / (folds - 1)
-    within = np.nansum((gaps - means[:, None]) ** 2) / (counts.sum() - folds)
-    seeds = folds / np.sum(1 / counts)  # the harmonic mean, as in an analysis of unweighted means
-    between = np.maximum(total - within / seeds, 0) if folds > 1 else 0
     error, better = judge(total, seeds)
     enough = MANY[_is_sure(judge(between + within / MANY, MANY)[1])]
     needed = enough[0] if len(enough) else np.nan if np.isnan(within) else np.inf

@@ -32,9 +32,9 @@ def by_hand(gaps):
     """The difference of folds `(folds, seeds)` in full, its error, and the probability that it is below zero."""
     folds, seeds = gaps.shape
     between, within = seeds * gaps.mean(1).var(ddof=1), gaps.var(axis=1, ddof=1).mean()  # the mean squares
-    f, p = scipy.stats.f_oneway(*gaps)
-    np.testing.assert_allclose(f, between / within)
-    error = np.sqrt(between / seeds * (1 / folds + TEST / TRAIN * (1 - p)))
+    np.testing.assert_allclose(scipy.stats.f_oneway(*gaps).statistic, between / within)
+    of_folds = max(between - within, 0) / seeds
+    error = np.sqrt(between / (folds * seeds) + TEST / TRAIN * of_folds)
     return gaps.mean(), error, scipy.stats.t.sf(gaps.mean() / error, folds - 1)
 
 
@@ -110,17 +110,21 @@ def test_seeds_are_enough_where_two_are_told_apart(shape):
             assert np.isnan(row["seeds"]) or row["seeds"] > shape[1]
 
 
-@pytest.mark.parametrize("mean", [0.7, 0.9])
-def test_seeds_average_the_noise_of_training_alone(mean):
-    folds, noise = np.array([-1, -0.5, 0, 0.5, 1.0]), np.array([-2.0, 0, 2])
-    within, between = 4, folds.var(ddof=1) - 4 / 3
-    assert between < 0  # seeds explain it all
-    seeds_of = lambda gaps: of(rank(columns([np.zeros((5, 3)), gaps], "ab"), "rmse", "a"), "b")["seeds"]
-    share = lambda seeds: scipy.stats.f.cdf(1, 4, 5 * (seeds - 1))
-    error = lambda seeds: np.sqrt(within / seeds * (1 / 5 + TEST / TRAIN * share(seeds)))
-    told = [mean / error(seeds) >= scipy.stats.t.ppf(0.975, 4) for seeds in range(4, 100)]
-    assert seeds_of(mean + folds[:, None] + noise) == 4 + told.index(True)
-    assert seeds_of(mean + 9 * folds[:, None] + noise) == np.inf  # folds alone hide it
+@pytest.mark.parametrize("spread", [1.4, 3])
+def test_seeds_average_the_noise_of_training_alone(spread):
+    folds, noise = spread * np.array([-1, -0.5, 0, 0.5, 1.0]), np.array([-2.0, 0, 2])
+    within, between = 4, max(folds.var(ddof=1) - 4 / 3, 0)
+    assert (between == 0) == (spread == 1.4)
+    error = lambda seeds: np.sqrt(between * (1 / 5 + TEST / TRAIN) + within / (5 * seeds))
+
+    def seeds_of(mean):
+        gaps = mean + folds[:, None] + noise
+        return of(rank(columns([np.zeros((5, 3)), gaps], "ab"), "rmse", "a"), "b")["seeds"]
+
+    limit = scipy.stats.t.ppf(0.975, 4)
+    assert seeds_of(limit * (error(17) + error(16)) / 2) == 17
+    assert seeds_of(limit * (error(17) + error(18)) / 2) == 18
+    assert seeds_of(0.9 * limit * error(np.inf) + 0.01) == np.inf  # folds alone hide it
 
 
 def replays(scores, times=200):
