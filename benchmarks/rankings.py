@@ -45,7 +45,7 @@ def populations() -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
 
 def folds(count: int) -> Splits:
     """Folds of `ROWS` rows, whose order is random; of one fold, a fifth to test."""
-    test = np.arange(ROWS).reshape(max(count, 2) if count > 1 else 5, -1)[:count]
+    test = np.arange(ROWS).reshape(count if count > 1 else 5, -1)[:count]
     return np.stack([np.setdiff1d(np.arange(ROWS), rows) for rows in test]), test
 
 
@@ -60,8 +60,7 @@ def errors(x: np.ndarray, y: np.ndarray, splits: Splits, seeds: int, kind: Kind 
     weight = rng.normal(size=(num_folds, seeds, x.shape[1], width)) / np.sqrt(x.shape[1])
     features = getattr(np, name)(x @ weight + rng.uniform(0, 2 * np.pi, size=(num_folds, seeds, 1, width)))
     features = np.concatenate([features * np.sqrt(2 / width), np.ones((*features.shape[:3], 1))], -1)
-    own = np.arange(num_folds)[:, None], slice(None)
-    at = lambda rows: features[own[0], :, rows].swapaxes(1, 2)
+    at = lambda rows: features[np.arange(num_folds)[:, None], :, rows].swapaxes(1, 2)
     z = at(train)
     values, vectors = np.linalg.eigh(z.swapaxes(-1, -2) @ z)
     aim = vectors.swapaxes(-1, -2) @ (z.swapaxes(-1, -2) @ y[train][:, None, :, None])
@@ -71,7 +70,7 @@ def errors(x: np.ndarray, y: np.ndarray, splits: Splits, seeds: int, kind: Kind 
 
 
 def sample(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    rows = rng.choice(len(x), ROWS, replace=False, shuffle=True) if len(x) < 10_000 else rng.integers(len(x), size=ROWS)
+    rows = rng.choice(len(x), ROWS, replace=False) if len(x) < 10_000 else rng.integers(len(x), size=ROWS)
     return x[rows], y[rows]
 
 
@@ -81,28 +80,20 @@ def as_bad(x: np.ndarray, y: np.ndarray, splits: Splits, tries: int) -> Kind:
     gaps = np.zeros(len(grid))
     for _ in range(tries):
         rows = sample(x, y, rng)
-        gaps += (
-            errors(*rows, splits, 1, ("cos", 30, grid), rng).mean((1, 2)) - errors(*rows, splits, 1, FEW, rng).mean()
-        )
+        gaps -= errors(*rows, splits, 1, FEW, rng).mean()
+        gaps += errors(*rows, splits, 1, ("cos", 30, grid), rng).mean((1, 2))
     best = int(np.argmin(gaps))
     return "cos", 30, float(np.exp(np.interp(0, gaps[best:], np.log(grid[best:]))))
 
 
-def columns(scores: dict[str, np.ndarray], splits: Splits) -> dict[str, np.ndarray]:
-    """The table of `compare` for errors `(folds, seeds)` by method."""
-    found = np.stack(list(scores.values()))
-    method, fold, seed = np.indices(found.shape).reshape(3, -1)
-    sizes = {
-        name: np.full(found.size, rows.shape[1]) for name, rows in zip(("train_rows", "test_rows"), splits, strict=True)
-    }
-    return {"method": np.array(list(scores))[method], "fold": fold, "seed": seed, "error": found.ravel(), **sizes}
-
-
-def judge(one: np.ndarray, other: np.ndarray, splits: Splits) -> tuple[float, float]:
-    """The probability that `one` is better, and the seeds that would tell."""
-    found = ee.methods.rank(columns({"one": one, "other": other}, splits), "error", "other")
-    at = list(found["method"]).index("one")
-    return float(found["probability"][at]), float(found["seeds"][at])
+def judge(one: np.ndarray, other: np.ndarray, splits: Splits) -> tuple[bool, float]:
+    """Whether two methods, with errors `(folds, seeds)`, are told apart, and the seeds that would do it."""
+    method, fold, seed = np.indices((2, *one.shape)).reshape(3, -1)
+    train, test = (np.full(fold.size, rows.shape[1]) for rows in splits)
+    columns = {"method": np.array(["one", "other"])[method], "fold": fold, "seed": seed}
+    columns |= {"train_rows": train, "test_rows": test, "error": np.ravel([one, other])}
+    found = ee.methods.rank(columns, "error")
+    return bool(found["probability"][0] > 0.975), float(found["seeds"][0])
 
 
 def _alarms(report: Report, replays: int) -> None:
@@ -120,7 +111,7 @@ def _alarms(report: Report, replays: int) -> None:
                     splits = random_splits(rng) if design == SPLITS else splits
                     rows = sample(x, y, rng)
                     both = (errors(*rows, splits, seeds, kind, rng)[0] for kind in (FEW, other))
-                    alarms += told(judge(*both, splits)[0])
+                    alarms += judge(*both, splits)[0]
                 rates.append(alarms / replays)
                 report.facts[f"false alarms: {name}, {null}, {design}"] = f"{rates[-1]:.3f} of {replays}"
             cells.append([f"{name}, {null}", *(f"{rate:.3f}" for rate in rates)])
@@ -129,7 +120,7 @@ def _alarms(report: Report, replays: int) -> None:
         for num_folds, seeds in DESIGNS.values():
             rng, splits = np.random.default_rng(4), folds(num_folds)
             draws = (_gaussian(splits, seeds, share, rng) for _ in range(replays))
-            rates.append(np.mean([told(judge(gaps, np.zeros_like(gaps), splits)[0]) for gaps in draws]))
+            rates.append(np.mean([judge(gaps, np.zeros_like(gaps), splits)[0] for gaps in draws]))
         name = f"Gaussian, folds' variance {share:g} of seeds'"
         cells.append([name, *(f"{rate:.3f}" for rate in rates), "as 5 x 5"])
         report.facts[f"false alarms: {name}"] = ", ".join(cells[-1][1:-1])
@@ -144,39 +135,27 @@ def _gaussian(splits: Splits, seeds: int, share: float, rng: np.random.Generator
     return of_folds + rng.normal(size=(len(own), seeds))
 
 
-def told(probability: float) -> bool:
-    return abs(probability - 0.5) > 0.475
-
-
 def _power(report: Report, replays: int, pilot: int = 3, most: int = 60) -> None:
-    """20 features are better than 10. A pilot says how many seeds would tell; so many are then tried in its folds."""
+    """Up to 40 features are better than 10. A pilot says how many seeds would tell; so many are tried in its folds."""
     splits, cells = folds(5), []
     for name, x, y in populations():
         rng, found = np.random.default_rng(3), []
         for _ in range(replays):
             rows = sample(x, y, rng)
-            more, few = (errors(*rows, splits, most, kind, rng)[0] for kind in (("tanh", 20, 1.0), FEW))
+            better = "tanh", int(rng.integers(11, 41)), 1.0
+            more, few = (errors(*rows, splits, most, kind, rng)[0] for kind in (better, FEW))
             at = lambda count, more=more, few=few: judge(more[:, :count], few[:, :count], splits)
-            first, seeds = at(pilot)
-            with_all = told(at(most)[0])
-            found.append((told(first), seeds, told(at(int(seeds))[0]) if seeds <= most else with_all, with_all))
-        early, seeds, later, with_all = np.array(found, float).T
-        groups = {
-            f"up to {most}": seeds <= most,
-            "more": (seeds > most) & np.isfinite(seeds),
-            "infinite": np.isinf(seeds),
-        }
-        share = lambda told, group: f"{told[group].mean():.2f} of {group.sum()}" if group.any() else "–"
-        left = [share(later, group & (early == 0)) for group in groups.values()]
-        cells.append([name, f"{early.mean():.2f}", f"{with_all.mean():.2f}", *left])
+            (early, seeds), late = at(pilot), at(most)[0]
+            found.append((early, seeds, at(int(seeds))[0] if seeds <= most else late, late))
+        early, seeds, then, late = np.array(found, float).T
+        finite = np.isfinite(seeds)
+        groups = {f"up to {most}": seeds <= most, "more": finite & (seeds > most), "infinite": ~finite}
+        left = [own & (early == 0) for own in groups.values()]
+        left = [f"{then[own].mean():.2f} of {own.sum()}" if own.any() else "–" for own in left]
+        cells.append([name, f"{early.mean():.2f}", f"{late.mean():.2f}", *left])
         report.facts[f"power: {name}"] = ", ".join(cells[-1][1:])
-    heading = [
-        "told apart",
-        f"{pilot} seeds",
-        f"{most} seeds",
-        *(f"by the seeds that a pilot asks for: {g}" for g in groups),
-    ]
-    report.text += f"\n## Power\n\n{markdown(heading, cells)}\n"
+    headings = ["told apart", f"{pilot} seeds", f"{most} seeds", *(f"if a pilot asks for {name}" for name in groups)]
+    report.text += f"\n## Power\n\n{markdown(headings, cells)}\n"
 
 
 if __name__ == "__main__":
