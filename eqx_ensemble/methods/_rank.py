@@ -34,8 +34,8 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
     - `method`, `baseline`, and `mean`, of the method's scores.
     - `difference` of the method from the baseline, and its standard `error`.
     - `probability` that the method is better. Above .975 or below .025 the two are told apart, at 5 %.
-    - `seeds` per fold that would tell them apart, if means and variances stayed. Infinite, above 1,000: more folds or
-      rows are needed. With one seed the noise of training is unknown, and `seeds` NaN unless one is enough.
+    - `seeds` per fold that would tell them apart, if means and variances stayed: a rough estimate after few seeds.
+      Infinite, above 1,000: more folds or rows are needed. NaN with one seed, unless that is enough.
 
     Fits that diverged are left out, with their partners. With one fold, all figures are about its rows alone: that
     other rows would give the same order, no number of seeds can show.
@@ -67,14 +67,15 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
     order = np.argsort(-sign * means, kind="stable")
     pairs = combinations(order, 2) if baseline is None else ((i, methods.index(baseline)) for i in order)
     rows = [
-        {"method": methods[i], "baseline": methods[j], "mean": means[i]} | _paired(scores[i], scores[j], ratio, sign)
+        {"method": methods[i], "baseline": methods[j], "mean": means[i]}
+        | _compare_pair(scores[i], scores[j], ratio, sign)
         for i, j in pairs
     ]
     return table_of({name: np.array([row[name] for row in rows]) for name in rows[0]})
 
 
 @np.errstate(divide="ignore", invalid="ignore")
-def _paired(own: np.ndarray, other: np.ndarray, ratio: float, sign: int) -> dict[str, float]:
+def _compare_pair(own: np.ndarray, other: np.ndarray, ratio: float, sign: int) -> dict[str, float]:
     """What two methods' scores `(folds, seeds)` say; NaNs are left out, and what cannot be known is NaN."""
     from scipy.special import stdtr  # JAX depends on it, too
 
