@@ -174,6 +174,13 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
+def markdown(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """The same as a table in Markdown."""
+    lines = [list(headings), *(list(row) for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def rows_table(rows: Iterable[Row]) -> str:
     """All questions in one table."""
     cells = []

@@ -17,7 +17,7 @@ import numpy as np
 import scipy.stats
 from _contenders import METHODS
 from _data import Data, load
-from _measure import Report, in_child, ratio_row, script
+from _measure import Report, in_child, markdown, ratio_row, script
 from _task import Amount, Fitted, Task, num_weights
 
 import eqx_ensemble as ee
@@ -119,14 +119,13 @@ def standard_error(values: np.ndarray, ratio: float = 0.0) -> float:
 def markdown_table(scores: dict[str, Scores], baseline: str, ratio: float) -> tuple[str, dict[str, np.ndarray]]:
     """Scores, with the difference of NLL from the baseline; the differences `(folds,)`."""
     names = list(scores[baseline])
-    lines = [["method", *names[:-1], "NLL, difference", "weights"]]
+    headings, rows = ["method", *names[:-1], "NLL, difference", "weights"], []
     gaps = {name: own["NLL"] - scores[baseline]["NLL"] for name, own in scores.items() if name != baseline}
     for method, own in scores.items():
         cells = [_text(own[name], own[name] - scores[baseline][name], ratio) for name in names[:-1]]
         gap = _with_error(gaps[method], ratio, "+") if method in gaps else ""
-        lines.append([method, *cells, gap, f"{own['weights'].mean():.3g}"])
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines), gaps
+        rows.append([method, *cells, gap, f"{own['weights'].mean():.3g}"])
+    return markdown(headings, rows), gaps
 
 
 def _text(values: np.ndarray, gaps: np.ndarray, ratio: float) -> str:

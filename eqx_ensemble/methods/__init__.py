@@ -15,7 +15,7 @@ from . import trajectory as trajectory
 from ._compare import CrossFit as CrossFit
 from ._compare import compare as compare
 from ._compare import cross_fit as cross_fit
-from ._compare import paired_differences as paired_differences
+from ._rank import rank as rank
 from ._search import Population as Population
 from ._search import hyperband as hyperband
 from ._search import population_based_training as population_based_training

@@ -46,8 +46,9 @@ def compare(
     - `key`: one key.
 
     **Returns:** a table, as [`eqx_ensemble.Run.table`][], of one row for each fit: `method`, `seed`, `fold`,
-    `compile_seconds`, `run_seconds`, and the scores, NaN where all members diverged. `method(data, key)` takes both
-    times, prediction none: in the first JAX traces or compiles, by its own events; the second is the rest.
+    `train_rows`, `test_rows`, `compile_seconds`, `run_seconds`, and the scores, NaN where all members diverged.
+    `method(data, key)` takes both times, prediction none: in the first JAX traces or compiles, by its own events; the
+    second is the rest. [`eqx_ensemble.methods.rank`][] says which differences are real.
 
     ```python
     def method(num_members):
@@ -73,17 +74,18 @@ def compare(
         folds=ee.resample.folds(len(x), 3, key=key),
         key=key,
     )
-    ee.methods.paired_differences(columns, "rmse", "one", ratio=1 / 2)["four"]  # mean and error
+    ee.methods.rank(columns, "rmse", "one")
     ```
     """
     rows = []
     for seed, fold in np.ndindex(seeds, len(folds.train)):
         own = jax.random.fold_in(jax.random.fold_in(key, seed), fold)
         train, test = np.asarray(folds.train[fold]), np.asarray(folds.test[fold])[np.asarray(folds.valid[fold])]
+        sizes = {"train_rows": len(train), "test_rows": len(test)}
         train, (x, y) = (jax.tree.map(lambda part, at=at: part[at], data) for at in (train, test))
         for name, method in methods.items():
             predict, seconds = _time(method, train, own)
-            row = {"method": name, "seed": seed, "fold": fold, **seconds}
+            row = {"method": name, "seed": seed, "fold": fold, **sizes, **seconds}
             try:
                 predictions = predict(x)
             except DivergedError:
@@ -108,35 +110,6 @@ def _time(fn: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, float]]:
         compiling += max(end - max(begin, until), 0)
         until = max(until, end)
     return out, {"compile_seconds": compiling, "run_seconds": total - compiling}
-
-
-def paired_differences(
-    columns: Any, score: str, baseline: str, *, ratio: float | int = 0
-) -> dict[str, tuple[float, float]]:
-    r"""Mean differences of methods from a baseline, each with its standard error.
-
-    A difference is between two fits in one fold with one seed. Folds share training rows: their scores are correlated,
-    and the usual standard error $s / \sqrt{n}$ of $n$ fits is too small. That of Nadeau and Bengio is
-    $s \sqrt{1 / n + n_2 / n_1}$, with $n_2$ test and $n_1$ training rows.
-
-    **Arguments:**
-
-    - `columns`: from [`eqx_ensemble.methods.compare`][].
-    - `score`: the name of a score.
-    - `baseline`: the name of a method.
-    - `ratio`: of test to training rows, $n_2 / n_1$: 1/4 for five folds. With 0, the error over seeds in one split.
-
-    **Returns:** `(mean, error)` by method; fits that diverged, of the method or of the baseline, are left out.
-
-    ??? cite
-        [Nadeau and Bengio 2003](https://doi.org/10.1023/A:1024068626366)
-    """
-    methods, scores = np.asarray(columns["method"]), np.asarray(columns[score])
-    found = {name: scores[methods == name] for name in dict.fromkeys(methods.tolist())}
-    gaps = {name: x - found[baseline] for name, x in found.items()}
-    gaps = {name: x[~np.isnan(x)] for name, x in gaps.items()}
-    error = lambda x: np.std(x, ddof=1) * np.sqrt(1 / len(x) + ratio) if len(x) > 1 else np.nan
-    return {name: (float(np.mean(x)) if len(x) else np.nan, float(error(x))) for name, x in gaps.items()}
 
 
 class CrossFit(NamedTuple):

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import eqx_ensemble as ee
-from eqx_ensemble.methods import compare, cross_fit, paired_differences, population
+from eqx_ensemble.methods import compare, cross_fit, population, rank
 from eqx_ensemble.train import Status
 
 from ..factories import assert_close, assert_same, in_order, relaxed
@@ -266,7 +266,10 @@ def columns():
 
 @pytest.mark.slow
 def test_the_loops_by_hand(columns):
-    assert list(columns) == ["method", "seed", "fold", "compile_seconds", "run_seconds", "rmse", "crps"]
+    sizes, seconds = ["train_rows", "test_rows"], ["compile_seconds", "run_seconds"]
+    assert list(columns) == ["method", "seed", "fold", *sizes, *seconds, "rmse", "crps"]
+    assert (columns["train_rows"] == 12).all()
+    assert (columns["test_rows"] == 6).all()
     expected = []
     for seed in range(2):
         for fold in range(3):
@@ -275,7 +278,7 @@ def test_the_loops_by_hand(columns):
             for name, one in METHODS.items():
                 found = one((ALL[0][train], ALL[1][train]), key)(ALL[0][test])
                 expected.append((name, seed, fold, *(float(fn(found, ALL[1][test])) for fn in SCORES.values())))
-    assert list(zip(*(columns[name] for name in columns if "seconds" not in name), strict=True)) == expected
+    assert list(zip(*(columns[name] for name in columns if name not in sizes + seconds), strict=True)) == expected
 
 
 def test_the_first_fit_compiles_and_later_ones_run(columns):
@@ -285,11 +288,10 @@ def test_the_first_fit_compiles_and_later_ones_run(columns):
     assert (columns["run_seconds"] > 0).all()
 
 
-def test_paired_differences_are_those_of_numpy(columns):
-    gaps = columns["crps"][1::2] - columns["crps"][::2]
-    found = paired_differences(columns, "crps", "slow", ratio=6 / 12)  # 6 test and 12 training rows
-    assert found["slow"] == (0, 0)
-    np.testing.assert_allclose(found["fast"], [gaps.mean(), np.sqrt((1 / 6 + 6 / 12) * gaps.var(ddof=1))])
+def test_a_comparison_is_ranked(columns):
+    found = rank(columns, "crps", "slow")
+    gaps = (columns["crps"][1::2] - columns["crps"][::2]).reshape(2, 3).T
+    np.testing.assert_allclose(np.asarray(found["difference"])[found["method"] == "fast"], gaps.mean())
 
 
 def test_members_that_diverge_are_scores_of_nan(columns):
@@ -297,7 +299,7 @@ def test_members_that_diverge_are_scores_of_nan(columns):
         found = compare({"slow": METHODS["slow"], "lost": method(1e30)}, ALL, SCORES, folds=FOLDS, key=KEY)
     np.testing.assert_array_equal(found["crps"][::2], columns["crps"][:6:2])
     assert np.isnan(found["crps"][1::2]).all()
-    assert np.isnan(paired_differences(found, "crps", "slow")["lost"]).all()
+    assert np.isnan(rank(found, "crps", "slow")["probability"][1])
 
 
 @pytest.mark.slow
