@@ -160,7 +160,7 @@ class AbstractEstimator(BaseEstimator):
         num_members = draws * num_folds  # that of draw i in fold j is the member i * num_folds + j
         trained = np.arange(len(rows))[None] if folds is None else np.asarray(folds.train)
         num_rows = trained.shape[1]
-        batch_size, steps, epochs = self._sizes(num_rows)
+        batch_size, steps, epochs = _sizes(num_rows, self.batch_size, self.max_iter)
         of_draws = lambda values: jax.tree.map(lambda x: jnp.repeat(x, num_folds), values)
         make, shapes = self._make_network(_WIDTHS[is_large], draws, key)
         scaler = device_scaler(self.input_scaler_, x.shape[1:])
@@ -209,24 +209,7 @@ class AbstractEstimator(BaseEstimator):
         drawn = {**(hyper or {}), **shapes}
         self.hyper_ = {name: np.asarray(values)[self.draws_] for name, values in drawn.items()}
         self.rows_ = rows[own_rows[members]] if self.bootstrap else None
-        self._keep_curves(run, healthy, steps)
-
-    def _sizes(self, num_rows: int) -> tuple[int, int, int]:
-        """The rows of a batch, the steps of an epoch, and the most epochs."""
-        wanted = 2 ** int(np.clip(np.log2(num_rows / 128), 5, 10)) if self.batch_size is None else self.batch_size
-        batch_size = min(wanted, num_rows)
-        steps = -(-num_rows // batch_size)
-        return batch_size, steps, int(np.clip(_STEPS // steps, *_EPOCHS)) if self.max_iter is None else self.max_iter
-
-    def _keep_curves(self, run: Run[Any], healthy: np.ndarray, steps: int) -> None:
-        """The mean curves of the members that did not diverge, by epoch of so many steps."""
-        self.n_iter_ = int(-(-np.max(run.train_state.step) // steps))
-        # A long epoch has several losses.
-        losses = run.history.loss[healthy].reshape(healthy.sum(), -(-run.history.step[-1] // steps), -1).mean(axis=2)
-        curve = lambda values: np.nanmean(values[:, : self.n_iter_], axis=0)
-        self.loss_curve_ = curve(losses)
-        held_out = run.history.validation
-        self.validation_loss_curve_ = None if held_out is None else curve(held_out[healthy])
+        self.n_iter_, self.loss_curve_, self.validation_loss_curve_ = _curves(run, healthy, steps)
 
     def _make_network(self, width: int, num_members: int, key: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The constructor of a network, and what it takes for each member `(members,)`."""
@@ -267,6 +250,24 @@ class AbstractEstimator(BaseEstimator):
         if not known.any():
             warn("No row is out of bag for any member: `oob_score_` is NaN. Use more members or rows.")
         return found, known
+
+
+def _sizes(num_rows: int, batch_size: int | None, max_iter: int | None) -> tuple[int, int, int]:
+    """The rows of a batch, the steps of an epoch, and the most epochs."""
+    batch_size = 2 ** int(np.clip(np.log2(num_rows / 128), 5, 10)) if batch_size is None else batch_size
+    batch_size = min(batch_size, num_rows)
+    steps = -(-num_rows // batch_size)
+    return batch_size, steps, int(np.clip(_STEPS // steps, *_EPOCHS)) if max_iter is None else max_iter
+
+
+def _curves(run: Run[Any], healthy: np.ndarray, steps: int) -> tuple[int, np.ndarray, np.ndarray | None]:
+    """The epochs, of so many steps, and the mean curves of the members that did not diverge, by epoch."""
+    epochs = int(-(-np.max(run.train_state.step) // steps))
+    # A long epoch has several losses.
+    losses = run.history.loss[healthy].reshape(healthy.sum(), -(-run.history.step[-1] // steps), -1).mean(axis=2)
+    curve = lambda values: np.nanmean(values[:, :epochs], axis=0)
+    held_out = run.history.validation
+    return epochs, curve(losses), None if held_out is None else curve(held_out[healthy])
 
 
 @functools.cache  # equal functions share compiled programs
