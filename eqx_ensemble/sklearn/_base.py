@@ -254,10 +254,10 @@ class AbstractEstimator(BaseEstimator):
 
 def _sizes(num_rows: int, batch_size: int | None, max_iter: int | None) -> tuple[int, int, int]:
     """The rows of a batch, the steps of an epoch, and the most epochs."""
-    batch_size = 2 ** int(np.clip(np.log2(num_rows / 128), 5, 10)) if batch_size is None else batch_size
-    batch_size = min(batch_size, num_rows)
-    steps = -(-num_rows // batch_size)
-    return batch_size, steps, int(np.clip(_STEPS // steps, *_EPOCHS)) if max_iter is None else max_iter
+    wanted = 2 ** int(np.clip(np.log2(num_rows / 128), 5, 10)) if batch_size is None else batch_size
+    size = min(wanted, num_rows)
+    steps = -(-num_rows // size)
+    return size, steps, int(np.clip(_STEPS // steps, *_EPOCHS)) if max_iter is None else max_iter
 
 
 def _curves(run: Run[Any], healthy: np.ndarray, steps: int) -> tuple[int, np.ndarray, np.ndarray | None]:
