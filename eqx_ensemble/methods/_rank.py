@@ -3,10 +3,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .._check import check_word
 from .._table import table_of
 
 SURE = 0.975  # told apart at 5 %, on both sides
 MANY = np.arange(1, 1001)  # seeds to plan with
+_NO_SCORES = ("method", "seed", "fold", "train_rows", "test_rows", "compile_seconds", "run_seconds")
 
 
 def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal["min", "max"] = "min") -> Any:
@@ -57,15 +59,23 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
         [Nadeau and Bengio 2003](https://doi.org/10.1023/A:1024068626366),
         [Corani and Benavoli 2015](https://doi.org/10.1007/s10994-015-5486-z)
     """
+    check_word(mode, "mode", ("min", "max"))
+    check_word(score, "score", [name for name in columns if name not in _NO_SCORES])
     of = lambda name: np.asarray(columns[name])
     names, fits = zip(*(np.unique(of(name), return_inverse=True) for name in ("method", "fold", "seed")), strict=True)
     scores = np.full([len(values) for values in names], np.nan)
     scores[fits] = of(score)
     ratio, sign = np.mean(of("test_rows")) / np.mean(of("train_rows")), 1 if mode == "max" else -1
     methods = names[0].tolist()
+    if baseline is not None:
+        check_word(baseline, "baseline", methods)
     means = np.array([np.mean(own[~np.isnan(own)]) if np.any(own == own) else np.nan for own in scores])
     order = np.argsort(-sign * means, kind="stable")
-    pairs = combinations(order, 2) if baseline is None else ((i, methods.index(baseline)) for i in order)
+    pairs = (
+        combinations(order, 2)
+        if baseline is None
+        else [(i, methods.index(baseline)) for i in order if methods[i] != baseline]
+    )
     rows = [
         {"method": methods[i], "baseline": methods[j], "mean": means[i]}
         | _compare_pair(scores[i], scores[j], ratio, sign)

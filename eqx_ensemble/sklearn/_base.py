@@ -129,6 +129,7 @@ class AbstractEstimator(BaseEstimator):
 
         Only ratios of weights matter. A row of weight zero is absent, also from batches.
         """
+        self._check_parameters()
         seed = int(check_random_state(self.random_state).randint(np.iinfo(np.int32).max))
         weights = _check_sample_weight(sample_weight, table, dtype=np.float64)
         if (weights < 0).any() or not (weights > 0).any():
@@ -149,6 +150,21 @@ class AbstractEstimator(BaseEstimator):
         encoded = np.asarray(self.encoder_.transform(known), np.float64)
         self.input_scaler_ = fit_scaler(encoded, weights[rows], standardise=self.standardise)
         return RowSplit(rows, folds, calibration, weights, seed)
+
+    def _check_parameters(self) -> None:
+        """Raises for parameters of which one would be ignored, and for those that are no functions."""
+        is_whole = isinstance(self.optimiser, optax.GradientTransformation)
+        for name, of, ignores in (
+            ("hidden_layer_sizes", "make", self.make is not None),
+            ("weight_decay", "optimiser", self.optimiser is not None),
+            ("learning_rate", "optimiser", is_whole),
+        ):
+            if ignores and getattr(self, name) is not None:
+                raise TypeError(f"`{caller()}` cannot use `{name}` with this `{of}`: leave one of them out.")
+        for name, what in (("make", "a function"), ("optimiser", "an optax optimiser, or a function that makes one")):
+            own = getattr(self, name)
+            if not (own is None or callable(own) or (name == "optimiser" and is_whole)):
+                raise TypeError(f"`{caller()}` needs `{name}` to be {what}; got {own!r}.")
 
     def _train(self, table: Any, y: np.ndarray, split: RowSplit, head: AbstractHead) -> None:
         """Trains and selects the members, for targets that are standardised, or indices of classes."""
@@ -189,6 +205,8 @@ class AbstractEstimator(BaseEstimator):
             stop=None if self.time_limit is None else Stopping(seconds=self.time_limit),
             callbacks=callbacks, progress=bool(self.verbose), key=key,
         )  # fmt: skip
+        if run.interrupted:
+            warn(f"`{caller()}` was interrupted: what there was is selected and calibrated.")
         healthy = run.status != Status.DIVERGED
         if not healthy.any():
             raise DivergedError(
@@ -217,7 +235,7 @@ class AbstractEstimator(BaseEstimator):
             return self.make, {}
         check_word(self.activation, "activation", tuple(ACTIVATIONS))
         if self.hidden_layer_sizes is not None:
-            sizes = tuple(map(int, self.hidden_layer_sizes))
+            sizes = tuple(map(int, np.atleast_1d(self.hidden_layer_sizes)))
             return partial(Network, hidden_layer_sizes=sizes, activation=self.activation), {}
         shapes = sweep.draw(_SHAPES, num_members, key=key)
         shapes["dropout"] = shapes["dropout"] * shapes.pop("has_dropout")
@@ -235,7 +253,7 @@ class AbstractEstimator(BaseEstimator):
     def _predict(self, X: Any, combine: Callable[..., Any] | None = None) -> Any:
         """The combination of the members' predictions of standardised targets, or of logits."""
         check_is_fitted(self)
-        x = self._encode(take_table(self, X, reset=False)[0])
+        x = self._encode(take_table(self, X, reset=False))
         weights = None if combine is None else self.weights_
         options: dict[str, Any] = {"combine": combine, "weights": weights, "mesh": self.mesh, "progress": False}
         return predict(self.ensemble_, x, fn=predict_standardised, **options)

@@ -12,7 +12,9 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from .. import combine, conformal, uncertainty
+from .._caller import caller
 from .._check import check_word
+from .._warnings import warn
 from ._member import GaussianHead, PointHead
 from ._rows import RowSplit, device_scaler, fit_scaler, scale, take_rows, take_table, unscale
 
@@ -51,7 +53,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         from 3e-4 to 5e-3, and from 1e-4 to .1.
     - `batch_size`: rows per step, by default 32 to 1,024. `max_iter`: the maximum number of epochs, by default for
         about 3,000 steps in 8 to 200 epochs.
-    - `time_limit`: seconds after which training ends, at an epoch's end. Results then depend on the machine.
+    - `time_limit`: seconds after which training ends, at an epoch's end, with compilation but without what follows;
+        the first epoch is always trained. Results then depend on the machine.
     - `bootstrap`: train each member on rows drawn with replacement; the other rows give `oob_score_`.
 
     *Held-out rows:*
@@ -208,6 +211,8 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         """
         check_is_fitted(self)
         if self.calibration_ is None:
+            if self.early_stopping and self.calibration_fraction:
+                warn(f"`{caller()}`: too few rows were given to `fit` to calibrate intervals; they may cover too few.")
             of_gaussians = lambda moments, **options: uncertainty.gaussian_mixture_interval(*moments, **options)
             find = of_gaussians if self._is_gaussian else uncertainty.interval
             ends = self._predict(X, partial(find, level=level))

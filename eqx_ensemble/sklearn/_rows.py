@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_X_y, validate_data
 
 from .._caller import caller
 from .._marks import Each
+from .._warnings import warn
 from ..resample import Folds, from_splits
 from ._member import Scaler
 
@@ -37,7 +38,7 @@ class RowSplit(NamedTuple):
 
 def take_rows(table: Any, rows: np.ndarray) -> Any:
     """Some rows of a data frame or an array."""
-    return table.iloc[rows] if hasattr(table, "iloc") else table[rows]
+    return table.iloc[rows] if hasattr(table, "columns") else table[rows]
 
 
 def hold_out(rows: np.ndarray, count: int, strata: np.ndarray | None, seed: int) -> tuple[Any, Any]:
@@ -52,7 +53,7 @@ def hold_out(rows: np.ndarray, count: int, strata: np.ndarray | None, seed: int)
 def encoder_of(table: Any) -> ColumnTransformer:
     """Numbers with medians for missing ones and a mark for each column that misses some; a column per category."""
     numbers: Any = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
-    if not hasattr(table, "iloc"):
+    if not hasattr(table, "columns"):
         return ColumnTransformer([("numbers", numbers, list(range(table.shape[1])))])
     kinds = {name: table[name].dtype.kind for name in table.columns}
     if times := [name for name, kind in kinds.items() if kind in "mM"]:
@@ -62,30 +63,35 @@ def encoder_of(table: Any) -> ColumnTransformer:
         )
     names = [name for name, kind in kinds.items() if kind in "biuf"]
     others = [name for name in kinds if name not in names]
+    if many := {name: count for name in others if (count := table[name].nunique()) > _CATEGORIES}:
+        warn(
+            f"`{caller()}` got many categories in columns, {many}: beside the {_CATEGORIES - 1} most frequent ones they "
+            "share one column.\nAre they numbers, dates, or names of rows?"
+        )
     categories = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)
     return ColumnTransformer([("numbers", numbers, names), ("categories", categories, others)])
 
 
-def take_table(estimator: Any, X: Any, y: Any = None, *, reset: bool = True, **options: Any) -> tuple[Any, Any]:
-    """The table and the targets, checked: a data frame as it is, else an array of numbers."""
-    if not hasattr(X, "iloc"):
-        targets: Any = "no_validation" if y is None else y
-        found: Any = validate_data(
-            estimator, X, targets, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan", **options
-        )
-        return (found, None) if y is None else found
+def take_table(estimator: Any, X: Any, y: Any = "no_validation", *, reset: bool = True, **options: Any) -> Any:
+    """The table, and the targets if there are any, checked: a data frame as it is, else an array of numbers."""
+    if not hasattr(X, "columns"):
+        how: Any = {"dtype": np.float64, "ensure_all_finite": "allow-nan", **options}
+        return validate_data(estimator, X, y, reset=reset, **how)
     validate_data(estimator, X, reset=reset, skip_check_array=True)
-    return X, None if y is None else check_X_y(np.zeros((len(X), 1)), y, **options)[1]
+    return X if isinstance(y, str) else (X, check_X_y(np.zeros((len(X), 1)), y, **options)[1])
 
 
 def make_folds(num_rows: int, fraction: float | None, strata: np.ndarray | None, seed: int) -> Folds:
     """One split into rows to train and rows to stop and select by, or the folds of a cross-validation."""
+    if num_rows < 2:
+        raise ValueError(f"`{caller()}` needs 2 rows or more for `early_stopping`, got {num_rows} sample.")
     if num_rows >= LARGE or fraction is not None:
         count = int(np.ceil((_FRACTION if fraction is None else fraction) * num_rows))
         splits = [hold_out(np.arange(num_rows), count, strata, seed)]
     else:
-        kind = KFold if strata is None or np.bincount(strata).min() < _FOLDS else StratifiedKFold
-        splits = kind(_FOLDS, shuffle=True, random_state=seed).split(np.zeros(num_rows), strata)
+        num_folds = min(_FOLDS, num_rows)
+        kind = KFold if strata is None or np.bincount(strata).min() < num_folds else StratifiedKFold
+        splits = kind(num_folds, shuffle=True, random_state=seed).split(np.zeros(num_rows), strata)
     return from_splits(splits, num_rows, uneven="trim")
 
 
@@ -112,10 +118,10 @@ def scale(scaler: StandardScaler, values: np.ndarray) -> np.ndarray:
     return scaled.astype(jax.dtypes.canonicalize_dtype(float))
 
 
-def unscale(scaler: StandardScaler, values: ArrayLike) -> np.ndarray:
+def unscale(scaler: Any, values: ArrayLike) -> np.ndarray:
     """The inverse of `scale`, in 64 bits: the dtype of the members may lack the precision for a large offset."""
     exact = np.asarray(values, np.float64)
-    return np.asarray(scaler.inverse_transform(columns_of(exact))).reshape(exact.shape)
+    return (columns_of(exact) * scaler.scale_ + scaler.mean_).reshape(exact.shape)  # values may be infinite
 
 
 def device_scaler(scaler: Any, shape: tuple[int, ...]) -> Scaler:

@@ -155,3 +155,18 @@ def test_false_alarms(shape):
     assert replays(scores) <= most
     gap = np.array([0, 0.5])[:, None, None]
     assert replays(lambda: scores() + gap, 20) == 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"score": "rsme"}, "`score` to be one of 'rmse', got 'rsme'"),
+        ({"baseline": "seeds"}, "`baseline` to be one of 'one', 'two', got 'seeds'"),
+        ({"mode": "maximise"}, "`mode` to be one of 'min', 'max', got 'maximise'"),
+    ],
+)
+def test_words_that_are_not_there(unhooked, arguments, message):
+    columns = {name: [0, 0] for name in ("seed", "fold", "train_rows", "test_rows")}
+    columns |= {"method": ["one", "two"], "rmse": [1.0, 2.0], "train_rows": [2, 2], "test_rows": [1, 1]}
+    with pytest.raises(ValueError, match=message):
+        rank(columns, **{"score": "rmse"} | arguments)

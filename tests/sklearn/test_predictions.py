@@ -175,6 +175,7 @@ def test_classes_are_those_of_the_labels(x, small):
 @pytest.mark.slow
 def test_rows_for_validation_are_in_no_bag(x, y, small):
     options = small | {"num_members": 6, "bootstrap": True, "early_stopping": True, "validation_fraction": 0.25}
+    options["select"] = False
     model = EnsembleRegressor(**options).fit(x, y)
     held_out = np.setdiff1d(np.arange(len(x)), model.rows_)
     assert len(held_out) >= 6

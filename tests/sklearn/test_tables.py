@@ -1,5 +1,6 @@
 """From a table to a calibrated ensemble: encoding, draws, selection and calibration, against loops by hand."""
 
+import contextlib
 import re
 import signal
 import threading
@@ -8,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pandas as pd
 import pytest
 from sklearn.compose import make_column_transformer
@@ -61,6 +63,9 @@ def test_a_table_is_encoded_as_by_hand():
         model.predict(frame[["b", "a", "c", "colour", "place"]])
     with pytest.raises(TypeError, match=r"\['day'\] hold times"):
         model.fit(frame.assign(day=pd.Timestamp("2026-01-01")), Y[:60])
+    names = pd.DataFrame({"name": [f"row {i}" for i in range(100)]})
+    with pytest.warns(UserWarning, match="many categories in columns, {'name': 100}.*names of rows"):
+        model.fit(names, Y[:100])
 
 
 def test_arrays_may_have_missing_values():
@@ -147,6 +152,34 @@ def test_calibration_rows_change_intervals_alone(regressor):
     np.testing.assert_allclose(regressor.std_scale_**2, np.mean(errors**2), rtol=1e-4)
 
 
+def test_few_calibration_rows_say_little():
+    """Of 24 rows, 24/25 are the highest level; fewer than 20 do not calibrate."""
+    with pytest.warns(UserWarning, match="infinite"):
+        lower, upper = EnsembleRegressor(**FEW, **HELD_OUT).fit(X, Y).predict_interval(X, level=0.97)
+    assert np.isneginf(lower).all()
+    assert np.isposinf(upper).all()
+    few = EnsembleRegressor(**FEW).fit(X[:4], Y[:4])
+    with pytest.warns(UserWarning, match="too few rows were given to `fit` to calibrate"):
+        assert np.isfinite(few.predict_interval(X)).all()
+    with pytest.raises(ValueError, match="2 rows or more for `early_stopping`, got 1 sample"):
+        few.fit(X[:1], Y[:1])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"make": eqx.nn.Linear, "hidden_layer_sizes": (4,)}, "cannot use `hidden_layer_sizes` with this `make`"),
+        ({"optimiser": optax.adam, "weight_decay": 0.1}, "cannot use `weight_decay` with this `optimiser`"),
+        ({"optimiser": optax.adam(1e-3), "learning_rate": 0.1}, "cannot use `learning_rate` with this `optimiser`"),
+        ({"optimiser": "adam"}, "`optimiser` to be an optax optimiser, or a function.*got 'adam'"),
+        ({"make": 5}, "`make` to be a function; got 5"),
+    ],
+)
+def test_parameters_that_would_be_ignored_are_told(unhooked, parameters, message):
+    with pytest.raises(TypeError, match=message):
+        EnsembleRegressor(**parameters).fit(X, Y)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["gaussian", "point"])
 def test_intervals_of_several_targets_cover_each(head):
@@ -194,7 +227,8 @@ def test_ctrl_c_and_a_time_limit_give_what_there_is():
     for options in ({"time_limit": 3.0}, {}):
         if not options:
             threading.Timer(3, signal.raise_signal, [signal.SIGINT]).start()
-        model = EnsembleRegressor(**long, **HELD_OUT, **options).fit(X, Y)
+        with contextlib.nullcontext() if options else pytest.warns(UserWarning, match="was interrupted"):
+            model = EnsembleRegressor(**long, **HELD_OUT, **options).fit(X, Y)
         assert 0 < model.n_iter_ < 10**6
         assert np.isfinite(model.predict_interval(X)).all()
 
@@ -224,6 +258,4 @@ def test_diverged_draws_are_left_out():
 
 
 def _explodes(rate):
-    import optax
-
     return optax.sgd(jnp.where(rate > 1.2e-3, 1e30, rate))
