@@ -67,6 +67,8 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
     scores[fits] = of(score)
     ratio, sign = np.mean(of("test_rows")) / np.mean(of("train_rows")), 1 if mode == "max" else -1
     methods = names[0].tolist()
+    if len(methods) < 2:
+        raise ValueError(f"`rank` compares two methods or more, got {methods}.")
     if baseline is not None:
         check_word(baseline, "baseline", methods)
     means = np.array([np.mean(own[~np.isnan(own)]) if np.any(own == own) else np.nan for own in scores])

@@ -65,7 +65,7 @@ def encoder_of(table: Any) -> ColumnTransformer:
     others = [name for name in kinds if name not in names]
     if many := {name: count for name in others if (count := table[name].nunique()) > _CATEGORIES}:
         warn(
-            f"`{caller()}` got many categories in columns, {many}: beside the {_CATEGORIES - 1} most frequent ones they "
+            f"`{caller()}` got many categories in columns, {many}: all but the {_CATEGORIES - 1} most frequent ones "
             "share one column.\nAre they numbers, dates, or names of rows?"
         )
     categories = OneHotEncoder(handle_unknown="infrequent_if_exist", max_categories=_CATEGORIES, sparse_output=False)

@@ -64,7 +64,7 @@ def test_a_table_is_encoded_as_by_hand():
     with pytest.raises(TypeError, match=r"\['day'\] hold times"):
         model.fit(frame.assign(day=pd.Timestamp("2026-01-01")), Y[:60])
     names = pd.DataFrame({"name": [f"row {i}" for i in range(100)]})
-    with pytest.warns(UserWarning, match="many categories in columns, {'name': 100}.*names of rows"):
+    with pytest.warns(UserWarning, match=r"many categories in columns, {'name': 100}"):
         model.fit(names, Y[:100])
 
 
