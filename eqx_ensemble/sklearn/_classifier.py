@@ -27,9 +27,12 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     members', to the power of `1 / temperature_` and normalised. [`eqx_ensemble.sklearn.EnsembleRegressor`][] tells how
     members are drawn, stopped, selected and calibrated.
 
-    **Arguments:** as for [`eqx_ensemble.sklearn.EnsembleRegressor`][], without `head`. `out_size` is the number of
-    classes.
+    **Arguments:**
 
+    - `make`, `num_members`, `hidden_layer_sizes`, `activation`, `standardise`, `optimiser`, `learning_rate`,
+        `weight_decay`, `batch_size`, `max_iter`, `time_limit`, `bootstrap`, `early_stopping`, `validation_fraction`,
+        `n_iter_no_change`, `tol`, `select`, `calibration_fraction`, `mesh`, `random_state`, `verbose`: as for
+        [`eqx_ensemble.sklearn.EnsembleRegressor`][]; `out_size` is the number of classes.
     - `class_weight`: weights of classes as a dict, or `"balanced"`, which multiply those of the rows.
 
     **Attributes:**
@@ -41,7 +44,9 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
     - `oob_score_`, `oob_decision_function_`: with `bootstrap`, the accuracy and the class probabilities, before
         calibration, of members that were not trained on the row; NaN for rows that all members drew, or that no member
         is trained on.
-    - others: as of [`eqx_ensemble.sklearn.EnsembleRegressor`][]; scores are mean negative log probabilities in nats.
+    - `weights_`, `draws_`, `hyper_`, `validation_score_`, `validation_scores_`, `encoder_`, `rows_`, `n_iter_`,
+        `loss_curve_`, `validation_loss_curve_`, `input_scaler_`, `n_features_in_`, `feature_names_in_`: as of
+        [`eqx_ensemble.sklearn.EnsembleRegressor`][]; scores are mean negative log probabilities in nats.
 
     ```python
     from sklearn.datasets import load_iris

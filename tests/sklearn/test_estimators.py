@@ -49,7 +49,7 @@ def test_a_pickle_predicts_the_same(x, y, small):
 
 @pytest.mark.slow
 def test_dropout_acts_in_training_alone(x, labels, small):
-    model = EnsembleClassifier(Noisy, **small | {"max_iter": 30}).fit(x, labels)
+    model = EnsembleClassifier(Noisy, **small | {"max_iter": 30, "hidden_layer_sizes": None}).fit(x, labels)
     assert model.score(x, labels) > 0.5
     np.testing.assert_array_equal(model.predict_proba(x), model.predict_proba(x))
     row = jnp.asarray(x[0], jnp.float32)
@@ -59,7 +59,7 @@ def test_dropout_acts_in_training_alone(x, labels, small):
 @pytest.mark.slow
 def test_equal_fits_compile_once(x, y, small, compiled):
     """Other hyper-parameters and clones are the same program."""
-    options = small | {"optimiser": optax.adam, "make": MLP}
+    options = small | {"optimiser": optax.adam, "make": MLP, "hidden_layer_sizes": None}
     rows = np.arange(20)
     EnsembleRegressor(**options).fit(x[rows], y[rows]).predict(x)
     with compiled() as names:
@@ -110,6 +110,9 @@ def test_an_ensemble_works_with_the_rest_of_the_library(x, y, small, tmp_path):
 WEIGHTS = "`sample_weight` that is not negative, and nonzero|non-zero"
 
 
+FIVE_OUTPUTS = {"make": lambda i, o, key: eqx.nn.Linear(i, 5, key=key), "hidden_layer_sizes": None}
+
+
 @pytest.mark.filterwarnings("ignore:.*diverged")
 @pytest.mark.parametrize(
     ("parameters", "given", "error", "message"),
@@ -117,7 +120,7 @@ WEIGHTS = "`sample_weight` that is not negative, and nonzero|non-zero"
         ({"num_members": 0}, {}, ValueError, "needs `num_members` of at least 1"),
         ({"head": "normal"}, {}, ValueError, "needs `head` to be one of 'gaussian', 'point'"),
         ({"activation": "swish"}, {}, ValueError, "needs `activation` to be one of 'relu'"),
-        ({"make": lambda i, o, key: eqx.nn.Linear(i, 5, key=key)}, {}, ValueError, r"here \(2,\); got \(5,\)"),
+        (FIVE_OUTPUTS, {}, ValueError, r"here \(2,\); got \(5,\)"),
         ({"early_stopping": True, "validation_fraction": 1.0}, {}, ValueError, "test_size"),
         ({"max_iter": 2.5}, {}, TypeError, "`epochs`"),
         ({}, {"sample_weight": -np.ones(24)}, ValueError, WEIGHTS),
