@@ -190,7 +190,9 @@ def fit(
     for fn, names in ((loss, ("data", "rows")), (score, ("validation",))):
         if isinstance(fn, JointLoss):
             check_alike({name: inputs[name] for name in names})
-    joint = lambda fn: dataclasses.replace(fn, num_members=num_members, mesh=mesh) if isinstance(fn, JointLoss) else fn
+    joint = lambda fn: (
+        dataclasses.replace(fn, _num_members=num_members, _mesh=mesh) if isinstance(fn, JointLoss) else fn
+    )
     task = Task(
         joint(loss), optimiser, joint(score), has_aux=has_aux,
         shuffle=bool(shuffle), patience=patience, mode="min" if validation is None else validation.mode,

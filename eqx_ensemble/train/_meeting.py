@@ -83,8 +83,8 @@ class JointLoss:
     predict: Callable[..., Any]
     loss: Callable[[Any, Any], Any]
     # On a mesh, which copies of the last member fill.
-    num_members: int | None = dataclasses.field(default=None, repr=False)
-    mesh: Mesh | None = dataclasses.field(default=None, repr=False)
+    _num_members: int | None = dataclasses.field(default=None, repr=False)
+    _mesh: Mesh | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "__wrapped__", self.predict)  # whose signature it has
@@ -100,9 +100,9 @@ class JointLoss:
         return (value, *state, *aux) if state or aux else value
 
     def _cut(self, x: Any) -> Any:
-        if self.mesh is None or not eqx.is_array(x):
+        if self._mesh is None or not eqx.is_array(x):
             return x
-        return jax.lax.with_sharding_constraint(x, sharding(self.mesh))[: self.num_members]
+        return jax.lax.with_sharding_constraint(x, sharding(self._mesh))[: self._num_members]
 
 
 def check_alike(inputs: dict[str, PyTree]) -> None:
