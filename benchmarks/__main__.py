@@ -12,12 +12,13 @@ sys.path.insert(0, str(FOLDER))  # the scripts are run, not imported, and share 
 from _measure import Row, environment_lines, flags, rows_table  # noqa: E402
 
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
-USUAL = [name for name in SCRIPTS if name != "acquisition"]  # a page's program, with more seeds: minutes
+LONG = {"acquisition", "estimators", "rankings"}  # a quarter of an hour and more each: run when named
+USUAL = [name for name in SCRIPTS if name not in LONG]
 
 
 def main() -> int:
     parser = flags()
-    parser.add_argument("names", nargs="*", help=f"some of {', '.join(SCRIPTS)}; all but `acquisition` if none")
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(SCRIPTS)}; without, all but {LONG}")
     options = parser.parse_args()
     if unknown := set(options.names) - set(SCRIPTS):
         parser.error(f"no such script: {', '.join(sorted(unknown))}")
