@@ -31,7 +31,8 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
     - `baseline`: the name of a method; without one, all pairs are compared.
     - `mode`: `"min"` if less is better, else `"max"`.
 
-    **Returns:** a table, as [`eqx_ensemble.Run.table`][], best first, of one row for each pair:
+    **Returns:** a table, as [`eqx_ensemble.Run.table`][], best first, of one row for each pair; with a baseline, for
+    each method, itself included:
 
     - `method`, `baseline`, and `mean`, of the method's scores.
     - `difference` of the method from the baseline, and its standard `error`.
@@ -73,11 +74,7 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
         check_word(baseline, "baseline", methods)
     means = np.array([np.mean(own[~np.isnan(own)]) if np.any(own == own) else np.nan for own in scores])
     order = np.argsort(-sign * means, kind="stable")
-    pairs = (
-        combinations(order, 2)
-        if baseline is None
-        else [(i, methods.index(baseline)) for i in order if methods[i] != baseline]
-    )
+    pairs = combinations(order, 2) if baseline is None else ((i, methods.index(baseline)) for i in order)
     rows = [
         {"method": methods[i], "baseline": methods[j], "mean": means[i]}
         | _compare_pair(scores[i], scores[j], ratio, sign)
