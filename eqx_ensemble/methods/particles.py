@@ -170,7 +170,7 @@ class Interacting(JointOptimiser):
     num_rows: Any = dataclasses.field(kw_only=True)
     directions: Callable[..., Any] = dataclasses.field(default_factory=lambda: svgd, kw_only=True)
 
-    def meet(self, state: TrainState, now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
+    def meet(self, state: TrainState[Any], now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
         """Replaces the gradients. An inactive member keeps its own, from which divergence is detected."""
         (point, unravel), (gradient, _) = _ravel(now.own), _ravel(grads[0])
         is_active = (state.status == Status.OK) & all_finite((point, gradient, value))

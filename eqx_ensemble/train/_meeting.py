@@ -123,7 +123,7 @@ class JointOptimiser(abc.ABC):
     optimiser: Any
 
     @abc.abstractmethod
-    def meet(self, state: TrainState, now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
+    def meet(self, state: TrainState[Any], now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
         """What one member has `now`, changed before its own optimiser's step, and the gradients which that takes.
 
         `grads` are those by the member's and by the common weights; `joint` says that the loss is that of all members.
@@ -197,7 +197,7 @@ class Together(JointOptimiser):
     optimiser: optax.GradientTransformation | optax.MultiSteps | Callable[[Any], optax.GradientTransformation]
     shared: optax.GradientTransformation = dataclasses.field(kw_only=True)
 
-    def meet(self, state: TrainState, now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
+    def meet(self, state: TrainState[Any], now: Any, value: Array, grads: PyTree, *, joint: bool) -> tuple[Any, PyTree]:
         """Changes the shared weights."""
         own, common = grads
         if joint:  # each member has its own part of the gradient
