@@ -6,7 +6,7 @@ import numpy as np
 from .._check import check_word
 from .._table import table_of
 
-SURE = 0.975  # told apart at 5 %, on both sides
+SURE = 0.975  # significant at 5 %, two-sided
 MANY = np.arange(1, 1001)  # seeds to plan with
 _NO_SCORES = ("method", "seed", "fold", "train_rows", "test_rows", "compile_seconds", "run_seconds")
 
@@ -36,8 +36,8 @@ def rank(columns: Any, score: str, baseline: str | None = None, *, mode: Literal
 
     - `method`, `baseline`, and `mean`, of the method's scores.
     - `difference` of the method from the baseline, and its standard `error`.
-    - `probability` that the method is better. Above .975 or below .025 the two are told apart, at 5 %.
-    - `seeds` per fold that would tell them apart, if means and variances stayed: a rough estimate after few seeds.
+    - `probability` that the method is better. Above .975 or below .025 the difference is significant at 5 %.
+    - `seeds` per fold that would make it significant, if means and variances stayed: a rough estimate after few seeds.
       Infinite, above 1,000: more folds or rows are needed. NaN with one seed, unless that is enough.
 
     Fits that diverged are left out, with their partners. With one fold, all figures are about its rows alone: that

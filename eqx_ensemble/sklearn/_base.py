@@ -146,10 +146,10 @@ class AbstractEstimator(BaseEstimator):
         weights = weights / weights.max()  # the mean of large weights may overflow
         weights = weights / weights[rows].mean()
         known = take_rows(table, rows)
-        self.encoder_ = encoder_of(table).fit(known)
-        encoded = np.asarray(self.encoder_.transform(known), np.float64)
+        self.encoder_ = encoder_of(table)
+        encoded = np.asarray(self.encoder_.fit_transform(known), np.float64)
         self.input_scaler_ = fit_scaler(encoded, weights[rows], standardise=self.standardise)
-        return RowSplit(rows, folds, calibration, weights, seed)
+        return RowSplit(rows, scale(self.input_scaler_, encoded), folds, calibration, weights, seed)
 
     def _check_parameters(self) -> None:
         """Raises for parameters of which one would be ignored, and for those that are no functions."""
@@ -166,10 +166,9 @@ class AbstractEstimator(BaseEstimator):
             if not (own is None or callable(own) or (name == "optimiser" and is_whole)):
                 raise TypeError(f"`{caller()}` needs `{name}` to be {what}; got {own!r}.")
 
-    def _train(self, table: Any, y: np.ndarray, split: RowSplit, head: AbstractHead) -> None:
+    def _train(self, y: np.ndarray, split: RowSplit, head: AbstractHead) -> None:
         """Trains and selects the members, for targets that are standardised, or indices of classes."""
-        key, rows, folds = own_key(split.seed), split.rows, split.folds
-        x = self._encode(take_rows(table, rows))
+        key, rows, folds, x = own_key(split.seed), split.rows, split.folds, split.features
         data = x, (y[rows], split.weights[rows].astype(x.dtype))
         is_large, num_folds = len(rows) >= LARGE, 1 if folds is None else len(folds.train)
         draws = _MEMBERS[is_large] if self.num_members is None else self.num_members
@@ -184,10 +183,12 @@ class AbstractEstimator(BaseEstimator):
             lambda key, **own: Member(make, scaler, head, key=key, **own), num_members, zip=of_draws(shapes),
             shared=lambda member: (member.inputs, member.head), mesh=self.mesh, key=key,
         )  # fmt: skip
-        own_rows = np.tile(trained, (draws, 1))
+        train_data, own_rows = jax.tree.map(lambda x: x[trained[0]], data), None
+        if num_folds > 1 or self.bootstrap:  # members differ in their rows
+            train_data, own_rows = data, np.tile(trained, (draws, 1))
         if self.bootstrap:
-            own_rows = np.take_along_axis(own_rows, np.asarray(bootstrap(num_rows, num_members, key=key)), axis=1)
-        has_own = num_folds > 1 or self.bootstrap
+            drawn = np.asarray(bootstrap(num_rows, num_members, key=key))
+            own_rows = np.take_along_axis(np.tile(trained, (draws, 1)), drawn, axis=1)
         optimiser, hyper = self._make_optimiser(epochs * steps, draws, key)
         validation = callbacks = select = None
         # Of few rows, against overfitting, the best quarter is selected first.
@@ -198,8 +199,7 @@ class AbstractEstimator(BaseEstimator):
             look = every(max(epochs // _LOOKS, 1), partial(_show_ensemble, select), at_end=False)
             callbacks = look if self.verbose else None
         run = fit(
-            ensemble, loss, optimiser, data if has_own else jax.tree.map(lambda x: x[trained[0]], data),
-            rows=own_rows if has_own else None, epochs=epochs, batch_size=batch_size,
+            ensemble, loss, optimiser, train_data, rows=own_rows, epochs=epochs, batch_size=batch_size,
             validation=validation, patience=None if validation is None else self.n_iter_no_change,
             hyper=of_draws(hyper), history="epochs", mesh=self.mesh,
             stop=None if self.time_limit is None else Stopping(seconds=self.time_limit),
@@ -224,9 +224,9 @@ class AbstractEstimator(BaseEstimator):
         members = np.flatnonzero(weights)
         self.weights_, self.ensemble_ = weights[members] / weights.sum(), run.ensemble[members]
         self.draws_ = members // num_folds
-        drawn = {**(hyper or {}), **shapes}
-        self.hyper_ = {name: np.asarray(values)[self.draws_] for name, values in drawn.items()}
-        self.rows_ = rows[own_rows[members]] if self.bootstrap else None
+        own = {**(hyper or {}), **shapes}
+        self.hyper_ = {name: np.asarray(values)[self.draws_] for name, values in own.items()}
+        self.rows_ = rows[own_rows[members]] if self.bootstrap and own_rows is not None else None
         self.n_iter_, self.loss_curve_, self.validation_loss_curve_ = _curves(run, healthy, steps)
 
     def _make_network(self, width: int, num_members: int, key: Any) -> tuple[Callable[..., Any], dict[str, Any]]:

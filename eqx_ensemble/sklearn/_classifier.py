@@ -86,7 +86,7 @@ class EnsembleClassifier(ClassifierMixin, AbstractEstimator):
             given = _check_sample_weight(sample_weight, table, dtype=np.float64)
             sample_weight = given * compute_sample_weight(self.class_weight, y)
         split = self._split(table, sample_weight, strata=indices)
-        self._train(table, indices.astype(np.int32), split, Classes(len(self.classes_)))
+        self._train(indices.astype(np.int32), split, Classes(len(self.classes_)))
         self.temperature_ = 1.0
         if split.calibration is not None:
             own = take_rows(table, split.calibration)

@@ -150,7 +150,7 @@ class EnsembleRegressor(RegressorMixin, AbstractEstimator):
         self.target_scaler_ = fit_scaler(y[split.rows], split.weights[split.rows], standardise=self.standardise)
         kind = {"gaussian": GaussianHead, "point": PointHead}[self.head]
         head = kind(device_scaler(self.target_scaler_, y.shape[1:]))
-        self._train(table, scale(self.target_scaler_, y), split, head)
+        self._train(scale(self.target_scaler_, y), split, head)
         self._calibrate(table, scale(self.target_scaler_, y), split)
         if self.bootstrap:
             predictions = self._predict(X)

@@ -30,6 +30,7 @@ class RowSplit(NamedTuple):
     """
 
     rows: np.ndarray
+    features: np.ndarray  # of `rows`, encoded and scaled
     folds: Folds | None
     calibration: np.ndarray | None
     weights: np.ndarray
